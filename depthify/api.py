@@ -1,0 +1,129 @@
+"""The public functions: argument checks and dispatch."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from . import huggingface
+from .config import DepthConfig
+from .errors import DepthifyError, OptionError
+from .report import DepthReport
+
+Model = TypeVar("Model")
+
+
+def depthify(
+    model: Model,
+    stride: int | None = None,
+    *,
+    recent_window: int = 0,
+    backend: Any = "eager",
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    dynamic: bool | None = None,
+) -> Model:
+    """Let every layer's query attend over the keys of a few earlier layers and mix their values into its own.
+
+    No parameter, buffer, output or cache tensor is added. The model's forward is captured by Dynamo at its
+    first call and rewritten while it is traced, so mixing also holds inside any outer ``torch.compile``,
+    ``generate``, DDP and so on.
+
+    Args:
+        model: an ``nn.Module`` (changed in place and returned), a ``GraphModule`` or an ``ExportedProgram``.
+        stride: distance between source layers; None takes the one in the model's config, else half the
+        layer count. recent_window: how many directly preceding layers are sources as well.
+        backend: how the captured graph is run when no outer ``torch.compile`` is there: "eager" as it is,
+        or any
+            ``torch.compile`` backend, with its ``mode``, ``options`` and ``dynamic``.
+
+    Raises:
+        OptionError: an argument is not allowed, or the model is compiled or mixed already.
+        UnsupportedModelError, NotMixedError: at the first call, when the captured graph shows that the
+        model cannot be
+            mixed correctly. The model never runs without mixing.
+    """
+    config = DepthConfig(stride=stride, recent_window=recent_window)
+    if isinstance(model, torch.export.ExportedProgram) or isinstance(model, GraphModule):
+        from .graph import rewrite
+
+        _only_for_modules(
+            backend=(backend, "eager"), mode=(mode, None), options=(options, None), dynamic=(dynamic, None)
+        )
+        return rewrite(model, config)  # type: ignore[return-value]
+    if not isinstance(model, nn.Module):
+        raise OptionError(
+            f"model={type(model).__name__}: depthify takes an nn.Module, a torch.fx.GraphModule or an "
+            "ExportedProgram"
+        )
+    compile_options = _compile_options(backend, mode, options, dynamic)
+    recorded = huggingface.read_config(model)
+    if recorded is not None and stride is None:
+        config = DepthConfig(stride=recorded.stride, recent_window=recent_window or recorded.recent_window)
+    from .module import attach
+
+    return attach(model, config, compile_options)  # type: ignore[return-value]
+
+
+def restore(model: Model) -> Model:
+    """Give ``model`` its original forward back and remove the config keys; returns it."""
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"model={type(model).__name__}: restore takes an nn.Module")
+    from .module import detach
+
+    return detach(model)  # type: ignore[return-value]
+
+
+def explain(model: nn.Module, *args: Any, **kwargs: Any) -> DepthReport:
+    """Capture ``model(*args, **kwargs)`` and report what would be mixed; nothing is changed and no layer is
+    run.
+
+    Without arguments, on a mixed model that has run: the report of its last capture.
+    """
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"model={type(model).__name__}: explain takes an nn.Module")
+    from .dry_run import dry_run
+
+    return dry_run(model, args, kwargs)
+
+
+def _only_for_modules(**given: tuple[Any, Any]) -> None:
+    for name, (value, default) in given.items():
+        if value != default:
+            raise OptionError(
+                f"{name}={value!r}: only an nn.Module is compiled by depthify; compile the result yourself"
+            )
+
+
+def _compile_options(backend: Any, mode: Any, options: Any, dynamic: Any) -> dict[str, Any]:
+    if isinstance(backend, str):
+        import torch._dynamo
+
+        known = torch._dynamo.list_backends(exclude_tags=())
+        if backend not in known or backend == "depthify":
+            allowed = sorted(name for name in known if name != "depthify")
+            raise OptionError(
+                f"backend={backend!r}: unknown here; allowed are {', '.join(allowed)}, or a callable"
+            )
+    elif not callable(backend):
+        raise OptionError(
+            f"backend={backend!r}: backend must be the name of a torch.compile backend, or a callable"
+        )
+    if dynamic not in (None, True, False):
+        raise OptionError(f"dynamic={dynamic!r}: dynamic must be None, True or False")
+    if mode is not None and not isinstance(mode, str):
+        raise OptionError(f"mode={mode!r}: mode must be a string or None")
+    if options is not None and not isinstance(options, dict):
+        raise OptionError(f"options={options!r}: options must be a dict or None")
+    if mode is not None and options is not None:
+        raise OptionError(f"mode={mode!r} and options={options!r}: torch.compile takes one of them, not both")
+    if backend == "eager" and (mode is not None or options is not None):
+        given = f"mode={mode!r}" if mode is not None else f"options={options!r}"
+        raise OptionError(f"{given}: backend='eager' does not compile, so it takes neither mode nor options")
+    return {"backend": backend, "mode": mode, "options": options, "dynamic": dynamic}
+
+
+__all__ = ["DepthifyError", "depthify", "explain", "restore"]

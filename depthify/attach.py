@@ -1,0 +1,82 @@
+"""Where in a model depthify attaches: to the smallest module whose forward runs all decoder blocks.
+
+Found by structure, not by name. Attaching low keeps loss functions and generation helpers out of the
+capture, and covers callers that call the inner model directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from .errors import DepthifyError
+
+
+def block_lists(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Outermost containers of repeated blocks: module lists, and sequences or dictionaries of one class."""
+    found: list[tuple[str, nn.Module]] = []
+    for path, module in model.named_modules():
+        if any(path == outer or path.startswith(f"{outer}.") for outer, _ in found):
+            continue
+        if path and _repeats(module):
+            found.append((path, module))
+    return found
+
+
+def _repeats(module: nn.Module) -> bool:
+    children = list(module.children())
+    if len(children) < 2 or not any(True for child in children for _ in child.parameters()):
+        return False
+    if isinstance(module, nn.ModuleList):
+        return any(True for child in children for _ in child.children())
+    if isinstance(module, (nn.Sequential, nn.ModuleDict)):
+        deep = all(any(True for _ in child.children()) for child in children)
+        return deep and len({type(child) for child in children}) == 1
+    return False
+
+
+def _runs(module: nn.Module) -> bool:
+    """Whether a module has a forward of its own."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return False
+    return type(module).forward is not nn.Module.forward
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def find_owner(model: nn.Module) -> tuple[str, nn.Module, list[nn.Module]]:
+    """The module to attach to, its path, and its blocks (empty where several lists make that unclear)."""
+    lists = block_lists(model)
+    if len(lists) > 1:
+        decoder = _decoder_of(model)
+        if decoder is not None:
+            lists = [(path, module) for path, module in lists if path.startswith(decoder)]
+    if len(lists) != 1:
+        return "", model, []
+    path, blocks = lists[0]
+    for ancestor in _ancestors(path):
+        owner = model.get_submodule(ancestor)
+        if _runs(owner):
+            return ancestor, owner, list(blocks.children())
+    raise DepthifyError(f"no module around {path!r} of {type(model).__name__} has a forward")
+
+
+def _decoder_of(model: nn.Module) -> str | None:
+    """Path prefix of the text decoder, where the model says which of its parts that is (transformers'
+    public API)."""
+    getter = getattr(model, "get_decoder", None)
+    if not callable(getter):
+        return None
+    try:
+        decoder = getter()
+    except (AttributeError, NotImplementedError):
+        return None
+    for path, module in model.named_modules():
+        if module is decoder and path:
+            return f"{path}."
+    return None

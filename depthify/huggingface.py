@@ -1,0 +1,66 @@
+"""What a transformers model gets on top: the paper's config keys, and hooks that cannot be installed while
+tracing."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+from .config import DepthConfig
+from .errors import OptionError
+
+USED, STRIDE, WINDOW = "use_depth_attention", "depth_attention_stride", "depth_attention_recent_window"
+
+
+def pretrained(model: nn.Module) -> Any | None:
+    """The outermost transformers model in ``model`` (itself, or inside an adapter or DDP); None without
+    transformers."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        return None
+    return next((m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)), None)
+
+
+def read_config(model: nn.Module) -> DepthConfig | None:
+    """The configuration that ``save_pretrained`` recorded, if any."""
+    found = pretrained(model)
+    config = getattr(found, "config", None)
+    if config is None or not getattr(config, USED, False):
+        return None
+    try:
+        return DepthConfig(
+            stride=getattr(config, STRIDE, None), recent_window=getattr(config, WINDOW, None) or 0
+        )
+    except OptionError as error:
+        raise OptionError(f"the model's config is not usable: {error}") from None
+
+
+def write_config(model: nn.Module, config: DepthConfig) -> None:
+    found = pretrained(model)
+    if found is not None:
+        setattr(found.config, USED, True)
+        setattr(found.config, STRIDE, config.stride)
+        setattr(found.config, WINDOW, config.recent_window)
+
+
+def clear_config(model: nn.Module) -> None:
+    found = pretrained(model)
+    if found is not None:
+        for key in (USED, STRIDE, WINDOW):
+            found.config.__dict__.pop(key, None)
+
+
+def prepare(model: nn.Module) -> None:
+    """Let transformers install its output-capturing hooks now: later it would do so under a lock, in the
+    trace."""
+    found = pretrained(model)
+    if found is None:
+        return
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    install = getattr(capturing, "maybe_install_capturing_hooks", None)
+    if install is not None:
+        for module in found.modules():
+            if isinstance(module, sys.modules["transformers"].PreTrainedModel):
+                install(module)

@@ -1,0 +1,96 @@
+"""Marks around a forward: the graph between them is rewritten while Dynamo traces it.
+
+``comptime(at_compile_time, at_run_time)`` runs its first argument when Dynamo traces the call, and its
+second when the call is executed as Python. So the second one is the proof that the forward was not
+captured, and raises. Imported only when a model is attached, as it loads Dynamo.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch._dynamo.comptime import ComptimeContext, comptime
+from torch.fx import Graph, Node
+
+from .errors import DepthifyError, NotMixedError
+from .torch_internals import refusal_during_trace
+
+_begun: weakref.WeakKeyDictionary[Graph, list[Node | None]] = weakref.WeakKeyDictionary()
+_rewriters: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+
+def register(key: str, state: Any) -> None:
+    """Name the object whose ``rewrite(graph, start)`` runs at the end mark; only strings pass through a
+    trace."""
+    _rewriters[key] = state
+
+
+def _begin(context: ComptimeContext) -> None:
+    graph = context.graph()
+    _begun.setdefault(graph, []).append(next(iter(reversed(graph.nodes)), None))
+
+
+def _end(context: ComptimeContext) -> None:
+    graph = context.graph()
+    starts = _begun.get(graph)
+    key = context.get_local("key").as_python_constant()
+    try:
+        if not starts:
+            raise NotMixedError(cut_text(_rewriters[key].name))
+        _rewriters[key].rewrite(graph, starts.pop())
+    except DepthifyError as error:
+        raise refusal_during_trace(error) from None
+
+
+def _inside(context: ComptimeContext) -> None:
+    """A guard in a decoder block: its trace must lie between the marks."""
+    from .torch_internals import traced_graphs
+
+    if not any(_begun.get(graph) for graph in traced_graphs(context)):
+        key = context.get_local("key").as_python_constant()
+        raise refusal_during_trace(NotMixedError(outside_text(_rewriters[key].name)))
+
+
+def cut_text(name: str) -> str:
+    return (
+        f"the forward of {name} was cut by a graph break, so its layers are not in one graph and nothing "
+        "was mixed. "
+        "Run with TORCH_LOGS=graph_breaks to see where, or compile with fullgraph=True"
+    )
+
+
+def outside_text(name: str) -> str:
+    return (
+        f"a decoder block of {name} was run on its own, outside the forward that depthify captures, so it "
+        "would run "
+        "without depth mixing. Call the model itself, or restore(model) first"
+    )
+
+
+def run_marked(forward: Callable[..., Any], key: str, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run ``forward`` between the marks. Must be traced; run as Python it raises NotMixedError before any
+    layer runs."""
+    comptime(_begin, lambda: _not_captured(name))
+    result = forward(*args, **kwargs)
+    comptime(_end, lambda: _not_captured(name))
+    return result
+
+
+def check_inside(key: str, name: str) -> None:
+    """Raise unless the caller is being traced between the marks."""
+    comptime(_inside, lambda: _ran_outside(name))
+
+
+def _not_captured(name: str) -> None:
+    raise NotMixedError(
+        f"{name} ran without being captured by Dynamo, so nothing would be mixed. Dynamo is off "
+        "(TORCHDYNAMO_DISABLE, torch.compiler.disable, set_stance('force_eager')), or a graph break lies "
+        "in this "
+        "forward. Turn it on, remove the break, or restore(model)"
+    )
+
+
+def _ran_outside(name: str) -> None:
+    raise NotMixedError(outside_text(name))

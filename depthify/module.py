@@ -1,0 +1,190 @@
+"""Attach depth mixing to a module: its class is swapped for a subclass whose forward is captured and
+rewritten.
+
+The class is swapped on the object (as FSDP2's ``fully_shard`` does), not its ``forward`` attribute: copies
+and pickles then compute with their own weights. The original forward can be reached only between the marks
+of :mod:`.marks`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+
+from . import huggingface
+from .attach import find_owner
+from .config import DepthConfig
+from .errors import NotMixedError, OptionError
+from .report import DepthReport, report_of
+from .torch_internals import compile_keywords, own_code
+
+log = logging.getLogger(__name__)
+
+_keys = (f"depthify-{i}" for i in itertools.count())
+_RECOMPILE_LIMIT = 64
+"""Captures one model keeps; beyond that it starts over with an empty store instead of giving up."""
+
+
+class State:
+    """What an attached module knows: its configuration, how to compile, and what was captured."""
+
+    def __init__(self, name: str, config: DepthConfig, compile_options: dict[str, Any]) -> None:
+        self.name = name
+        self.config = config
+        self.compile_options = compile_options
+        self.report: DepthReport | None = None
+        self.on_report: Callable[[DepthReport], None] | None = None
+        """Set for a dry run: takes the report, and the capture ends there."""
+
+        self._compiled: Any = None
+        self.key = next(_keys)
+        from .marks import register
+
+        register(self.key, self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return State, (self.name, self.config, self.compile_options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+        return State(self.name, self.config, self.compile_options)
+
+    def rewrite(self, graph: Graph, start: Node | None) -> None:
+        """Called at the end mark, while Dynamo traces."""
+        from .passes import mix_graph, plan
+
+        if self.on_report is not None:
+            self.on_report(report_of(*plan(graph, self.config, start)))
+            raise NotMixedError("dry run: the capture ends here")
+        result = mix_graph(graph, self.config, start)
+        report = report_of(result.findings, result.stacks)
+        if self.report is not None and len(report.layers) != len(self.report.layers):
+            missing = {x.module for x in self.report.layers} ^ {x.module for x in report.layers}
+            raise NotMixedError(
+                f"{self.name} was captured with {len(report.layers)} attention layers, and before with "
+                f"{len(self.report.layers)}; the difference is in {sorted(missing)}"
+            )
+        self.report = report
+
+    def compiled(self) -> Any:
+        if self._compiled is None:
+            from .marks import run_marked
+
+            self._compiled = torch.compile(
+                own_code(run_marked),
+                fullgraph=True,
+                **self.compile_options,
+                **compile_keywords(_RECOMPILE_LIMIT),
+            )
+        return self._compiled
+
+    def run(self, forward: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run ``forward`` captured and rewritten, outside any other capture."""
+        from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
+
+        try:
+            return self.compiled()(forward, self.key, self.name, args, kwargs)
+        except FailOnRecompileLimitHit:
+            log.warning(
+                "%s was captured in more than %d variants; starting over", self.name, _RECOMPILE_LIMIT
+            )
+            self._compiled = None
+            return self.compiled()(forward, self.key, self.name, args, kwargs)
+        except Unsupported as error:
+            raise NotMixedError(
+                f"{self.name} cannot be captured in one graph, so nothing would be mixed. Dynamo says: "
+                f"{error}"
+            ) from error
+
+
+class Depthified:
+    """Base of the generated classes. ``isinstance(model, Depthified)`` tells an attached module."""
+
+    _depthify: State
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _rebuild, (original_class(self),), self.__dict__.copy()
+
+
+def original_class(module: Any) -> type[nn.Module]:
+    """The class an attached module had before."""
+    return type(module).__mro__[2]
+
+
+@functools.cache
+def _attached_class(base: type[nn.Module]) -> type[nn.Module]:
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self._depthify
+        if torch.compiler.is_dynamo_compiling():
+            from .marks import run_marked
+
+            return run_marked(super(Depthified, self).forward, state.key, state.name, args, kwargs)
+        return state.run(super(Depthified, self).forward, args, kwargs)
+
+    body = {
+        "forward": forward,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    return type(base.__name__, (Depthified, base), body)
+
+
+def _rebuild(base: type[nn.Module]) -> nn.Module:
+    attached = _attached_class(base)
+    return attached.__new__(attached)
+
+
+def attached_modules(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, Depthified)]
+
+
+def attach(model: nn.Module, config: DepthConfig, compile_options: dict[str, Any]) -> nn.Module:
+    """Attach to the module of ``model`` that runs all decoder blocks; returns ``model``."""
+    _check_attachable(model)
+    path, owner, _ = find_owner(model)
+    if "forward" in vars(owner):
+        raise OptionError(
+            f"{path or type(model).__name__} has a forward of its own on the object (set by a hook or a "
+            "patch), which "
+            "would hide the mixed one. Call depthify before adding such hooks"
+        )
+    state = State(type(owner).__qualname__ + (f" at {path!r}" if path else ""), config, compile_options)
+    if compile_options["backend"] != "eager":
+        state.compiled()  # unknown modes and options are errors now, not at the first call
+    huggingface.prepare(model)
+    owner.__dict__["_depthify"] = state
+    owner.__class__ = _attached_class(type(owner))
+    huggingface.write_config(model, config)
+    return model
+
+
+def _check_attachable(model: nn.Module) -> None:
+    if attached_modules(model):
+        raise OptionError("the model is mixed already; restore(model) first to change how")
+    for path, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            raise OptionError(
+                f"{path or 'the model'} is compiled already. Call depthify first, then torch.compile: the "
+                "compiler "
+                "then gets the mixed graph"
+            )
+
+
+def detach(model: nn.Module) -> nn.Module:
+    """Give every attached module its original class back; returns ``model``."""
+    found = attached_modules(model)
+    if not found:
+        raise OptionError("the model is not mixed, so there is nothing to restore")
+    for module in found:
+        module.__class__ = original_class(module)
+        del module.__dict__["_depthify"]
+    huggingface.clear_config(model)
+    return model

@@ -1,0 +1,128 @@
+"""What the pass found in one captured graph, as a value to print, compare and assert on."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .passes import Findings, Stack
+    from .passes.sites import AttentionSite, Refusal
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One attention layer. Sizes that vary between calls are strings such as ``"s0"``."""
+
+    depth: int
+    stack: int
+    module: str
+    sources: tuple[int, ...]
+    query_heads: int | str
+    kv_heads: int | str
+    key_size: int | str
+    value_size: int | str
+    tokens: int | str
+    cached: bool
+    written_as: str
+    """``scaled_dot_product_attention`` or the product that ends a written-out attention."""
+
+
+@dataclass(frozen=True)
+class RefusalReport:
+    """An attention operation that is no layer, or that cannot be mixed."""
+
+    module: str
+    reason: str
+    ended_at: str
+    unsupported: bool
+    """True: mixing the model would be wrong. False: it is left out, rightly."""
+
+
+@dataclass(frozen=True)
+class DepthReport:
+    """The layers in depth order, and what was left out."""
+
+    stride: int | None
+    recent_window: int
+    layers: tuple[LayerReport, ...]
+    refusals: tuple[RefusalReport, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def mixed(self) -> int:
+        """Number of layers that have sources."""
+        return sum(bool(layer.sources) for layer in self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "mixed": self.mixed}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{len(self.layers)} attention layers, {self.mixed} mixed "
+            f"(stride {self.stride}, recent window {self.recent_window})"
+        ]
+        rows = [("layer", "module", "sources", "heads", "head size", "cached", "written as")]
+        for x in self.layers:
+            size = str(x.key_size) if x.key_size == x.value_size else f"{x.key_size}/{x.value_size}"
+            rows.append(
+                (
+                    str(x.depth),
+                    x.module,
+                    " ".join(map(str, x.sources)) or "-",
+                    f"{x.query_heads}/{x.kv_heads}",
+                    size,
+                    "yes" if x.cached else "no",
+                    x.written_as,
+                )
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines += [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
+        for refusal in self.refusals:
+            kind = "cannot be mixed" if refusal.unsupported else "left out"
+            lines.append(f"{kind}: {refusal.module}: {refusal.reason} ({refusal.ended_at})")
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def report_of(findings: Findings, stacks: list[Stack]) -> DepthReport:
+    """Describe what :func:`depthify.passes.plan` returned."""
+    layers = tuple(
+        _layer(layer.depth, number, layer.sources, layer.site)
+        for number, stack in enumerate(stacks)
+        for layer in stack.layers
+    )
+    config = stacks[0].config
+    refusals = tuple(_refusal(r) for r in findings.refusals)
+    return DepthReport(config.stride, config.recent_window, layers, refusals)
+
+
+def _refusal(refusal: Refusal) -> RefusalReport:
+    from .passes.nodes import describe, module_path
+    from .passes.sites import Verdict
+
+    return RefusalReport(
+        module_path(refusal.attention),
+        refusal.reason,
+        describe(refusal.node),
+        refusal.verdict is Verdict.UNSUPPORTED,
+    )
+
+
+def _layer(depth: int, stack: int, sources: tuple[int, ...], site: AttentionSite) -> LayerReport:
+    from .passes.ops import op_name
+    from .passes.order_layers import features, groups, lanes
+
+    key_size, value_size = features(site)
+    heads: Any = lanes(site)[-1].size if len(lanes(site)) > 1 else 1
+    query_heads: Any = heads
+    for axis in groups(site):
+        query_heads = query_heads * axis.size
+    plain = [
+        n if isinstance(n, int) else str(n) for n in (query_heads, heads, key_size, value_size, site.tokens)
+    ]
+    return LayerReport(
+        depth, stack, site.module, sources, *plain, bool(site.cache_writes), op_name(site.output) or "?"
+    )

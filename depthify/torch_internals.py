@@ -1,0 +1,158 @@
+"""Every private touch of torch, in one place; ``tests/test_torch_internals.py`` checks each on the
+installed version."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
+
+from .errors import DepthifyError
+
+TIMESTAMP = "creation_timestamp"
+"""Dynamo forgets nodes by this entry of their metadata when it takes back a part of a trace."""
+
+
+def fake_mode_of(values: Any) -> FakeTensorMode | None:
+    """The mode that made the fake tensors in ``values``.
+
+    While a backend runs, ``TracingContext.fake_mode`` is another one; mixing two is an error.
+    """
+    return next((x.fake_mode for x in tree_leaves(values) if isinstance(x, FakeTensor)), None)
+
+
+@contextlib.contextmanager
+def propagating(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Run operations on fake tensors as Dynamo would.
+
+    Gradients are enabled, so that metadata does not depend on the caller. Saved-tensor hooks are off: a
+    checkpoint around the captured frame would count the fakes as saved activations.
+    """
+    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
+
+    with contextlib.ExitStack() as stack:
+        if mode is not None:
+            stack.enter_context(mode)
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_disable_saved_tensors_hooks_during_tracing())
+        yield
+
+
+def refusal_during_trace(error: DepthifyError) -> DepthifyError:
+    """The same error in a class that Dynamo lets through as it is, instead of rewrapping it as an internal
+    error."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    base = type(error)
+    name = f"Traced{base.__name__}"
+    kind = _TRACED.get(name)
+    if kind is None:
+        kind = _TRACED[name] = type(
+            name,
+            (base, ShortenTraceback),
+            {"__module__": base.__module__, "__init__": _init, "remove_dynamo_frames": lambda self: self},
+        )
+        kind.__name__ = kind.__qualname__ = base.__name__
+    return kind(str(error))
+
+
+_TRACED: dict[str, type] = {}
+
+
+def _init(self: Any, message: str) -> None:
+    RuntimeError.__init__(self, message)
+    self.first_useful_frame = None
+    self.msg = message
+
+
+def subgraphs_of_trace(context: Any) -> dict[str, torch.fx.GraphModule]:
+    """The bodies of higher-order operations that Dynamo has traced so far, by the name the graph calls
+    them."""
+    return context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.nn_modules
+
+
+def root_graph(context: Any) -> Graph:
+    """The graph of the outermost trace, also from inside a higher-order operation."""
+    output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+    tracer = output.root_tracer if hasattr(output, "root_tracer") else output.current_tracer
+    return tracer.graph
+
+
+def compile_keywords(recompile_limit: int) -> dict[str, Any]:
+    """Keywords of ``torch.compile`` that keep one model's captures apart from every other's, where it has
+    them."""
+    accepted = inspect.signature(torch.compile).parameters
+    wanted = {"recompile_limit": recompile_limit, "isolate_recompiles": True}
+    return {name: value for name, value in wanted.items() if name in accepted}
+
+
+def own_code(function: Any) -> Any:
+    """A copy of ``function`` with a code object of its own: Dynamo counts recompiles per code object."""
+    import types
+
+    code = function.__code__.replace(co_name=function.__code__.co_name)
+    copy = types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def is_whole_capture() -> bool:
+    """Called by a backend: whether Dynamo compiles the very function given to ``torch.compile``, in one
+    piece.
+
+    False in the frames Dynamo falls back to after a graph break, and in what it resumes with behind one.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    translator = InstructionTranslator.current_tx()
+    reason = getattr(translator.output, "compile_subgraph_reason", None)
+    if getattr(translator, "is_tracing_resume_prologue", False) or reason is None or reason.graph_break:
+        return False
+    if translator.f_code.co_name.startswith("torch_dynamo_resume"):
+        return False
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == "torch._dynamo.eval_frame":
+            return True
+        if not name.startswith(
+            (
+                "torch._dynamo",
+                "torch._utils_internal",
+                "torch._guards",
+                "torch._compile",
+                "torch.utils",
+                "depthify",
+                "contextlib",
+                "torch._inductor",
+                "torch._functorch",
+            )
+        ):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def forget_nodes(graph: Graph, nodes: list[Node]) -> None:
+    """Erase nodes that nothing reads, last first."""
+    for node in reversed(nodes):
+        graph.erase_node(node)
+
+
+def traced_graphs(context: Any) -> list[Graph]:
+    """The graphs under construction, innermost first: a higher-order operation has one of its own."""
+    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.current_tracer
+    graphs = []
+    while tracer is not None:
+        graphs.append(tracer.graph)
+        tracer = tracer.parent
+    return graphs

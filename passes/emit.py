@@ -1,0 +1,108 @@
+"""Put plain tensor operations into a graph, with everything a traced node carries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node, Proxy
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+from torch.fx.proxy import GraphAppendingTracer
+
+from ..torch_internals import TIMESTAMP, fake_mode_of, propagating
+from .nodes import value_key, value_of
+
+TAG = "depthify"
+"""Metadata entry of inserted nodes: the number of the layer they mix."""
+
+_PAPERS = ("nn_module_stack", "stack_trace", "custom", "recompute", "ac_graph_id", "torch_fn", TIMESTAMP)
+
+
+def emit(
+    graph: Graph, before: Node, function: Callable[..., Any], inputs: Sequence[Node], like: Node, layer: int
+) -> tuple[Any, list[Node]]:
+    """Insert the operations of ``function(*inputs)`` in front of ``before``.
+
+    Args:
+        function: plain PyTorch code; it sees proxies (torch-level graphs) or is traced to ATen (export
+        graphs). inputs: nodes of ``graph`` that come before ``before``.
+        like: the node whose module, source line and recompute tags the new nodes take over.
+        layer: number of the mixed layer, kept in the metadata.
+
+    Returns:
+        The function's result as nodes, and all inserted nodes in order.
+    """
+    key = value_key(like)
+    first = before.prev
+    with graph.inserting_before(before):
+        if key == "val":
+            result = _emit_aten(graph, function, inputs)
+        else:
+            tracer = GraphAppendingTracer(graph)
+            proxies = function(*(Proxy(node, tracer) for node in inputs))
+            result = torch.utils._pytree.tree_map_only(Proxy, lambda proxy: proxy.node, proxies)
+    new: list[Node] = []
+    node = first.next
+    while node is not before:
+        new.append(node)
+        node = node.next
+    mode = fake_mode_of([value_of(n) for n in inputs])
+    with propagating(mode):
+        for node in new:
+            if key not in node.meta:
+                node.meta[key] = _run(node)
+            node.meta.update(
+                {name: like.meta[name] for name in _PAPERS if name in like.meta and name not in node.meta}
+            )
+            node.meta[TAG] = layer
+    return result, new
+
+
+def _run(node: Node) -> Any:
+    args = map_arg(node.args, value_of)
+    kwargs = map_arg(node.kwargs, value_of)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)
+
+
+def _emit_aten(graph: Graph, function: Callable[..., Any], inputs: Sequence[Node]) -> Any:
+    values = [value_of(node) for node in inputs]
+    with propagating(fake_mode_of(values)):
+        traced = make_fx(function)(*values)
+    known: dict[Node, Node] = {}
+    placeholders = iter(inputs)
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            known[node] = next(placeholders)
+        elif node.op == "output":
+            return map_arg(node.args[0], lambda n: known[n])
+        else:
+            known[node] = graph.node_copy(node, lambda n: known[n])
+            known[node].meta = {"val": node.meta["val"]}
+    raise AssertionError("a traced function has no output")
+
+
+def move_before(node: Node, target: Node) -> None:
+    """Put ``node`` directly in front of ``target``; its users and arguments stay as they are."""
+    target.prepend(node)
+
+
+def turn_into(node: Node, last: Node) -> None:
+    """Make ``node`` compute what ``last`` computes and erase ``last``: all that reads ``node`` reads the
+    new value.
+
+    Also what does not exist yet: while Dynamo traces, Python variables still hold ``node``.
+    """
+    if last.graph is not node.graph:
+        raise AssertionError("nodes of two graphs")
+    node.op, node.target = last.op, last.target
+    args, kwargs = last.args, last.kwargs
+    key = value_key(last)
+    meta = {key: last.meta[key], TAG: last.meta[TAG]}
+    last.replace_all_uses_with(node)
+    last.graph.erase_node(last)
+    node.args, node.kwargs = args, kwargs
+    node.meta.update(meta)

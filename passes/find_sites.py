@@ -1,0 +1,233 @@
+"""All attention of a graph -> sites and refusals. Finds, never edits.
+
+Whether an attention is a decoder layer is told by what is computed: query, key and value of the current
+tokens come from one stream, the future is masked, and what the attention reads of the past was written by
+the same path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, Node
+
+from .axes import Axes, Axis, AxisRole, flat, step_back
+from .dataflow import Dataflow, Dependencies
+from .find_attention import find_attention
+from .find_eager_attention import find_eager_attention
+from .nodes import is_tensor, same_size, shape_of, value_of
+from .ops import Role, arguments, has_role, op_of
+from .sites import Attention, AttentionSite, Operand, Refusal, Verdict
+from .trace_values import Trace, is_state, trace
+
+
+@dataclass
+class Findings:
+    """What one graph holds."""
+
+    flow: Dataflow
+    needs: Dependencies
+    sites: list[AttentionSite] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+
+
+def find_sites(graph: Graph, start: Node | None = None) -> Findings:
+    """Every attention operation after ``start``, in program order, as a site or a refusal."""
+    flow = Dataflow(graph, start)
+    needs = Dependencies(flow)
+    found: list[Attention | Refusal] = []
+    for node in flow.nodes:
+        hit = find_attention(node) or find_eager_attention(node, needs)
+        if hit is not None:
+            found.append(hit)
+    needs.mark(hit.output for hit in found if isinstance(hit, Attention))
+    result = Findings(flow, needs)
+    for hit in found:
+        site = judge(hit, flow, needs) if isinstance(hit, Attention) else hit
+        (result.sites if isinstance(site, AttentionSite) else result.refusals).append(site)
+    return result
+
+
+def judge(attention: Attention, flow: Dataflow, needs: Dependencies) -> AttentionSite | Refusal:
+    """Trace an attention's operands and decide whether it is causal self-attention over the current
+    tokens."""
+    at, axes = attention.value_argument, attention.axes
+    value, key, query = (
+        trace(operand, axes, flow, at, attention.tokens)
+        for operand in (attention.value, attention.key, attention.query)
+    )
+
+    def refuse(reason: str, node: Node, verdict: Verdict = Verdict.UNSUPPORTED, remedy: str = "") -> Refusal:
+        return Refusal(attention.output, node, reason, verdict, remedy)
+
+    for name, found in (("value", value), ("key", key), ("query", query)):
+        if found.problem:
+            return refuse(f"its {name} cannot be followed: {found.problem}", found.operand.node)
+    other = _other_stream(query, key, value, flow, needs)
+    if other is not None:
+        return refuse(other, value.operand.node, Verdict.NOT_A_LAYER)
+    if bool(key.writes) != bool(value.writes):
+        return refuse(
+            "only one of its key and value is cached", (key if value.writes else value).operand.node
+        )
+    if not value.writes:
+        if value.cut or not same_size(attention.length, attention.tokens):
+            return refuse(
+                f"it reads {attention.length} values for {attention.tokens} queries, but the values of "
+                "past tokens are "
+                "not kept in a cache: they are computed anew behind it, so mixed values have no place to "
+                "be kept",
+                value.operand.node,
+                remedy="Run the model without a cache (use_cache=False)",
+            )
+        latent = _cache_upstream(value.operand.node, query.operand.node, flow, needs)
+        if latent is not None:
+            return refuse(
+                "its value is computed from a cache, for past and current tokens alike, so mixed values "
+                "have no place "
+                "to be kept",
+                latent,
+                remedy="Run the model without a cache (use_cache=False)",
+            )
+    if not _causal(attention, bool(value.writes)):
+        return refuse(
+            "it is not causal: no cache, several queries, and no mask that differs between them",
+            attention.output,
+            Verdict.NOT_A_LAYER,
+        )
+    problem = _check_axes(attention, query, key, value)
+    if problem:
+        return refuse(problem, value.operand.node)
+    if value.operand.node is key.operand.node:
+        return refuse(
+            "its key and its value are one tensor, so the value cannot change alone", value.operand.node
+        )
+    if query.factor != 1.0 or value.factor != 1.0:
+        raise AssertionError("a factor of the query or value was not put back")
+    resolve = lambda found: Operand(found.operand.node, axes.resolve(found.operand.layout))  # noqa: E731
+    return AttentionSite(
+        attention=attention,
+        query=resolve(query),
+        key=resolve(key),
+        value=resolve(value),
+        value_path=tuple(step.node for step in value.path),
+        key_factor=key.factor,
+        cache_writes=tuple(value.writes),
+        tokens=attention.tokens,
+    )
+
+
+def _other_stream(query: Trace, key: Trace, value: Trace, flow: Dataflow, needs: Dependencies) -> str | None:
+    """Why keys or values do not come from the tokens the query comes from; None if they do."""
+    q = query.operand.node
+    for name, found in (("value", value), ("key", key)):
+        node = found.operand.node
+        if flow.external(node) or is_state(node, flow):
+            return f"its {name} is an input of the model, not computed from the current tokens"
+        if not needs.activation(node):
+            return f"its {name} does not depend on the tokens"
+        if needs.attentions[node] != needs.attentions[q]:
+            return f"its {name} is computed from another stream than its query (cross-attention, or another layer's)"
+        if not needs.inputs[node] & needs.inputs[q]:
+            return f"its {name} is computed from other inputs than its query (cross-attention)"
+    return None if needs.activation(q) else "its query does not depend on the tokens"
+
+
+def _cache_upstream(value: Node, query: Node, flow: Dataflow, needs: Dependencies) -> Node | None:
+    """A cache that the value, but not the query, is computed from."""
+    own = needs.attentions[value]
+
+    def segment(start: Node) -> set[Node]:
+        seen, todo = set(), [start]
+        while todo:
+            node = todo.pop()
+            if node in seen or flow.external(node) or needs.attentions[node] != own:
+                continue
+            seen.add(node)
+            todo += node.all_input_nodes
+        return seen
+
+    for node in segment(value) - segment(query):
+        if has_role(node, Role.JOIN):
+            if any(_is_past(x, flow) for x in arguments(node)["tensors"]):
+                return node
+        elif any(has_role(w, Role.WRITE) for w in flow.writes(node, flow.position[node])):
+            return node
+    return None
+
+
+def _is_past(node: Node, flow: Dataflow) -> bool:
+    """Whether a tensor is the past part of a cache: a float input of the model, or the empty start of one."""
+    if not isinstance(node, Node) or not is_tensor(node) or not is_state(node, flow):
+        return False
+    root, known = flow.root(node), value_of(node)
+    if any(same_size(n, 0) for n in known.shape):
+        return True
+    weight = isinstance(value_of(root), torch.nn.Parameter)
+    return not weight and not has_role(root, Role.CREATE) and known.dtype.is_floating_point
+
+
+def _causal(attention: Attention, cached: bool) -> bool:
+    if attention.causal or cached or same_size(attention.tokens, 1):
+        return True
+    return any(_varies(mask, dim) for mask, dim in attention.masks)
+
+
+def _varies(mask: Node, dim: int) -> bool:
+    """Whether ``mask`` can differ between queries, its dimension ``dim``; in doubt, it can."""
+    rank = len(shape_of(mask))
+    if dim < -rank or same_size(shape_of(mask)[dim], 1):
+        return False
+    axes = Axes()
+    queries = Axis(AxisRole.TOKEN, shape_of(mask)[dim])
+    layout = tuple(
+        (queries,) if i == rank + dim else (Axis(AxisRole.LANE, n),) for i, n in enumerate(shape_of(mask))
+    )
+    node = mask
+    while True:
+        held = axes.leaves((queries,))
+        at = [i for i, dims in enumerate(layout) if any(a in held for a in dims)]
+        if not at or all(same_size(shape_of(node)[i], 1) for i in at):
+            return False
+        op = op_of(node)
+        if op is not None and op.role in (Role.ADD, Role.MULTIPLY, Role.SUBTRACT, Role.MASK):
+            inputs = [x for x in node.all_input_nodes if is_tensor(x)]
+            return any(_varies(x, at[-1] - len(layout)) for x in inputs)
+        step = step_back(node, layout, axes)
+        if step is None or step.cut:
+            return True
+        node, layout = step.node, step.layout
+
+
+def _check_axes(attention: Attention, query: Trace, key: Trace, value: Trace) -> str:
+    """Whether query, key and value agree on lanes, groups and tokens; the reason if they do not."""
+    axes = attention.axes
+    q, k, v = (
+        [axis for axis in axes.leaves(flat(found.operand.layout)) if axis.role is AxisRole.LANE]
+        for found in (query, key, value)
+    )
+    wide = set(axes.shared(q))
+    for name, lanes in (("key", k), ("value", v)):
+        for axis in set(q) - wide - set(lanes):
+            if not same_size(axis.size, 1):
+                return f"its {name} lacks a dimension of size {axis.size} that its query has"
+        if set(lanes) - set(q):
+            return f"its {name} has heads that its query has not"
+        if wide & set(lanes):
+            return f"its {name} repeats heads in another way than the other of key and value"
+    lead = axes.leaves(attention.query.layout[0]) if len(attention.query.layout) > 2 else ()
+    if lead and lead[0] in wide and len(attention.query.layout) > 3:
+        return "one key serves several entries of the batch"
+    for name, found in (("key", key), ("value", value)):
+        layout = axes.resolve(found.operand.layout)
+        for dim, size in zip(layout, shape_of(found.operand.node), strict=True):
+            tokens = [a for a in dim if a.role is AxisRole.TOKEN]
+            if len(dim) == 1 and tokens and not same_size(size, attention.tokens):
+                return f"its {name} holds {size} tokens where its query holds {attention.tokens}"
+    return ""
+
+
+def refusals_text(refusals: Iterable[Refusal]) -> str:
+    return "\n".join(f"  - {refusal}" for refusal in refusals)

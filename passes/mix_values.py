@@ -1,0 +1,324 @@
+"""The rewrite: in every layer with sources, the value becomes the mixture over depth.
+
+    raw value ----------------------> value -> [cache write] -> attention
+    becomes
+    raw value -> mix(query, keys) --> value -> [cache write] -> attention
+
+Everything is computed in the order in which the value lies in memory (tokens before heads, as a projection
+leaves it), unrolled over the sources, with no stack, no softmax call and no cast of a source: Inductor then
+fuses the mixture into kernels that are there anyway.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ..errors import UnsupportedModelError
+from .axes import Axis, AxisRole
+from .emit import TAG, emit, move_before, turn_into
+from .nodes import Size, describe, dtype_of, same_size, value_of
+from .order_layers import Layer, Stack, groups, lanes
+from .placement import Placement
+from .sites import AttentionSite, Operand
+
+
+@dataclass(frozen=True)
+class Form:
+    """How to bring a tensor into the common order ``(lanes and tokens as in memory, [groups,] features)``,
+    and back."""
+
+    splits: tuple[tuple[int, tuple[int, ...]], ...]
+    drops: tuple[int, ...]
+    order: tuple[int, ...]
+    adds: tuple[int, ...]
+
+    def apply(self, x: Any) -> Any:
+        for dim, sizes in self.splits:
+            x = x.unflatten(dim, sizes)
+        for dim in self.drops:
+            x = x.squeeze(dim)
+        x = _permute(x, self.order)
+        for dim in self.adds:
+            x = x.unsqueeze(dim)
+        return x
+
+    def undo(self, x: Any) -> Any:
+        for dim in reversed(self.adds):
+            x = x.squeeze(dim)
+        inverse = [0] * len(self.order)
+        for new, old in enumerate(self.order):
+            inverse[old] = new
+        x = _permute(x, tuple(inverse))
+        for dim in reversed(self.drops):
+            x = x.unsqueeze(dim)
+        for dim, sizes in reversed(self.splits):
+            x = x.flatten(dim, dim + len(sizes) - 1)
+        return x
+
+
+def _permute(x: Any, order: tuple[int, ...]) -> Any:
+    moved = [i for i, dim in enumerate(order) if i != dim]
+    if not moved:
+        return x
+    if len(moved) == 2:
+        return x.transpose(*moved)
+    return x.permute(order)
+
+
+def _keys(site: AttentionSite) -> list[Any]:
+    """Names of the axes in the order of the attention: lanes, then tokens."""
+    return [*lanes(site), AxisRole.TOKEN]
+
+
+def _name(axis: Axis) -> Any:
+    return axis if axis.role is AxisRole.LANE else axis.role
+
+
+def memory_order(site: AttentionSite) -> tuple[int, ...]:
+    """In which order lanes and tokens lie in the memory of the value, as indices into its lanes and
+    tokens."""
+    names = _keys(site)
+    value = value_of(site.value.node)
+    strides = [_hint(n) for n in value.stride()]
+    dims = sorted(range(value.dim()), key=lambda d: (-strides[d], d))
+    found = [
+        names.index(_name(axis)) for dim in dims for axis in site.value.layout[dim] if _name(axis) in names
+    ]
+    missing = [i for i in range(len(names)) if i not in found]
+    return (*missing, *found)
+
+
+def _hint(size: Size) -> int:
+    if isinstance(size, int):
+        return size
+    known = size.node.hint if size.node.has_hint() else None
+    return 1 << 30 if known is None else int(known)
+
+
+def form_of(operand: Operand, site: AttentionSite, order: Sequence[int]) -> Form:
+    """The :class:`Form` of one operand; axes of size 1 that it does not show are added."""
+    names = _keys(site)
+    target = [names[i] for i in order] + list(groups(site)) + [AxisRole.FEATURE]
+    splits, drops, shown = [], [], []
+    dim = 0
+    for axes in operand.layout:
+        if len(axes) > 1:
+            splits.append((dim, _sizes(axes, site)))
+        if not axes:
+            drops.append(dim)
+        shown += [_name(axis) for axis in axes] or [None]
+        dim += max(1, len(axes))
+    kept = [name for name in shown if name is not None]
+    present = [name for name in target if name in kept]
+    adds = tuple(i for i, name in enumerate(target) if name not in kept and name not in groups(site))
+    if sorted(map(id, kept)) != sorted(map(id, present)):
+        raise AssertionError(f"{operand.node.name} holds axes {kept}, expected among {target}")
+    return Form(tuple(splits), tuple(reversed(drops)), tuple(kept.index(name) for name in present), adds)
+
+
+def _sizes(axes: Sequence[Axis], site: AttentionSite) -> tuple[int, ...]:
+    sizes: list[int] = []
+    for axis in axes:
+        size = site.tokens if axis.role is AxisRole.TOKEN else axis.size
+        sizes.append(size if isinstance(size, int) else -1)
+    if sizes.count(-1) > 1:
+        raise UnsupportedModelError(
+            f"{describe(site.output)}: two sizes that vary between calls are merged into one dimension of "
+            "its query, "
+            "key or value. Capture with dynamic=False, or keep batch and tokens in dimensions of their own"
+        )
+    return tuple(sizes)
+
+
+def softmax_weights(scores: Sequence[Any]) -> list[Any]:
+    """Softmax over a list of equally shaped scores, term by term."""
+    highest = functools.reduce(torch.maximum, [score.detach() for score in scores])
+    terms = [torch.exp(score - highest) for score in scores]
+    total = functools.reduce(operator.add, terms)
+    return [term / total for term in terms]
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The softmax scale of the layer, and the factor each source's key is used with (the layer's own
+    last)."""
+
+    number: float
+    times: Sequence[Any] = ()
+    over: Sequence[Any] = ()
+    factors: Sequence[float] = ()
+
+    def apply(self, score: Any, factor: float = 1.0) -> Any:
+        if self.number * factor != 1.0:
+            score = score * (self.number * factor)
+        for scalar in self.times:
+            score = score * scalar
+        for scalar in self.over:
+            score = score / scalar
+        return score
+
+
+def weights(scores: Sequence[Any], scaling: Scaling) -> list[Any]:
+    """Depth weights from unscaled scores. For one source, softmax is one sigmoid of the difference."""
+    factors = scaling.factors or [1.0] * len(scores)
+    if len(scores) == 2 and factors[0] == factors[1]:
+        own = torch.sigmoid(scaling.apply(scores[1] - scores[0], factors[0]))
+        return [1 - own, own]
+    return softmax_weights([scaling.apply(score, f) for score, f in zip(scores, factors, strict=True)])
+
+
+def mix(
+    query: Any,
+    keys: Sequence[Any],
+    values: Sequence[Any],
+    scaling: Scaling,
+    group_dims: Sequence[int] = (),
+    query_dtype: torch.dtype | None = None,
+    value_dtype: torch.dtype | None = None,
+) -> Any:
+    """One layer's mixture in the common order; plain PyTorch, run on tensors, fakes or proxies.
+
+    Args:
+        query: (..., groups, D).
+        keys: (..., D) each, in depth order, the layer's own last.
+        values: (..., E) each, in depth order, the layer's own raw one last.
+        group_dims: the dimensions of ``query`` to take the mean over.
+        query_dtype: dtype of scores and weights, if the query has to be cast. Sources are not cast:
+        multiplying them
+            with a wider factor promotes them, and no wider copy is saved for backward.
+        value_dtype: dtype of the result, if it has to be cast.
+    """
+    if group_dims:
+        query = query.mean(dim=list(group_dims), dtype=query_dtype)
+    elif query_dtype is not None:
+        query = query.to(query_dtype)
+    scores = [(query * key).sum(-1, keepdim=True) for key in keys]
+    parts = [w * value for w, value in zip(weights(scores, scaling), values, strict=True)]
+    mixed = functools.reduce(operator.add, parts)
+    return mixed if value_dtype is None else mixed.to(value_dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Mixed:
+    """A layer after the rewrite."""
+
+    layer: Layer
+    key: Node
+    value: Node
+    """Key and (mixed) value in the common order, for later layers to read."""
+
+    order: tuple[int, ...]
+    raw: Node | None
+    """What the value was before; None in a layer without sources."""
+
+    inserted: tuple[Node, ...]
+
+
+def mix_stack(graph: Graph, stack: Stack, placements: dict[AttentionSite, Placement]) -> dict[int, Mixed]:
+    """Rewrite every layer of ``stack`` that has sources; returns sources and mixed layers by depth."""
+    needed = {j for layer in stack.layers for j in layer.sources}
+    done: dict[int, Mixed] = {}
+    for layer in stack.layers:
+        placement = placements[layer.site]
+        if layer.sources:
+            done[layer.depth] = _mix_layer(graph, layer, placement, stack, done)
+        elif layer.depth in needed:
+            done[layer.depth] = _keep_raw(graph, layer, placement)
+    return done
+
+
+def _keep_raw(graph: Graph, layer: Layer, placement: Placement) -> Mixed:
+    """A layer without sources keeps its value; later layers read it and its key in the common order."""
+    site = layer.site
+    order = memory_order(site)
+    for node in placement.forward:
+        move_before(node, placement.anchor)
+    key_form, value_form = form_of(site.key, site, order), form_of(site.value, site, order)
+    (key, value), new = emit(
+        graph,
+        placement.anchor,
+        lambda k, v: (key_form.apply(k), value_form.apply(v)),
+        [site.key.node, site.value.node],
+        site.value.node,
+        layer.depth,
+    )
+    return Mixed(layer, key, value, order, None, tuple(new))
+
+
+def _mix_layer(
+    graph: Graph, layer: Layer, placement: Placement, stack: Stack, sources: dict[int, Mixed]
+) -> Mixed:
+    site, anchor = layer.site, placement.anchor
+    point = site.value.node
+    order = memory_order(site)
+    dtype = functools.reduce(
+        torch.promote_types, (dtype_of(n) for n in (site.query.node, site.key.node, point)), torch.float32
+    )
+    for node in placement.forward:
+        move_before(node, anchor)
+    with graph.inserting_before(point):
+        raw = graph.node_copy(point)
+    raw.meta = {**point.meta, TAG: layer.depth}
+    for node in placement.wait:
+        move_before(node, anchor)
+
+    forms = [form_of(operand, site, order) for operand in (site.query, site.key, site.value)]
+    group_dims = range(len(order), len(order) + len(groups(site)))
+    mixed = [sources[j] for j in layer.sources]
+    turns = [_turn(other.order, order) for other in mixed]
+    factors = [stack.layers[j].site.key_factor for j in layer.sources] + [site.key_factor]
+    scale = site.attention.scale
+    count = len(mixed)
+    query_dtype = dtype if dtype_of(site.query.node) != dtype else None
+    value_dtype = dtype_of(point) if dtype_of(point) != dtype else None
+
+    def build(query: Any, key: Any, value: Any, *rest: Any) -> Any:
+        keys, values, scalars = rest[:count], rest[count : 2 * count], rest[2 * count :]
+        scaling = Scaling(scale.number, scalars[: len(scale.times)], scalars[len(scale.times) :], factors)
+        query, key, value = (form.apply(x) for form, x in zip(forms, (query, key, value), strict=True))
+        keys = [_permute(x, turn) for x, turn in zip(keys, turns, strict=True)]
+        values = [_permute(x, turn) for x, turn in zip(values, turns, strict=True)]
+        common = mix(query, [*keys, key], [*values, value], scaling, group_dims, query_dtype, value_dtype)
+        return key, common, forms[2].undo(common)
+
+    inputs = [
+        site.query.node,
+        site.key.node,
+        raw,
+        *(x.key for x in mixed),
+        *(x.value for x in mixed),
+        *scale.times,
+        *scale.over,
+    ]
+    (key, common, last), new = emit(
+        graph, placement.wait[0] if placement.wait else anchor, build, inputs, point, layer.depth
+    )
+    turn_into(point, last)
+    new = [node for node in new if node is not last]
+    if common is last:
+        common = point
+    _check_shape(site, raw)
+    return Mixed(layer, key, common, order, raw, (raw, *new))
+
+
+def _turn(theirs: Sequence[int], mine: Sequence[int]) -> tuple[int, ...]:
+    """The permutation that brings a source in its own common order into this layer's."""
+    place = {name: i for i, name in enumerate(theirs)}
+    return (*(place[name] for name in mine), len(mine))
+
+
+def _check_shape(site: AttentionSite, raw: Node) -> None:
+    new, old = value_of(site.value.node), value_of(raw)
+    alike = new.dtype == old.dtype and new.dim() == old.dim()
+    if not alike or not all(same_size(a, b) for a, b in zip(new.shape, old.shape, strict=True)):
+        raise AssertionError(
+            f"mixing changed {site.value.node.name} from {old.dtype}{list(old.shape)} to "
+            f"{new.dtype}{list(new.shape)}"
+        )

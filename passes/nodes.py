@@ -1,0 +1,102 @@
+"""What is known about a node without running it: its fake value, shape, dtype, module and source line."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+Size: TypeAlias = "int | torch.SymInt"
+
+
+def value_of(node: Any) -> Any:
+    """The fake value Dynamo (``example_value``) or export (``val``) attached; the argument itself if no
+    node."""
+    if not isinstance(node, Node):
+        return node
+    meta = node.meta
+    return meta["example_value"] if "example_value" in meta else meta.get("val")
+
+
+def value_key(node: Node) -> str:
+    """Under which key this graph keeps fake values."""
+    return "val" if "val" in node.meta and "example_value" not in node.meta else "example_value"
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(value_of(node), torch.Tensor)
+
+
+def shape_of(node: Node) -> tuple[Size, ...]:
+    return tuple(value_of(node).shape)
+
+
+def dtype_of(node: Node) -> torch.dtype:
+    return value_of(node).dtype
+
+
+def same_size(a: Size, b: Size) -> bool:
+    """Whether two sizes are known to be equal, without adding a guard to the capture."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return statically_known_true(a == b)
+
+
+def quotient(a: Size, b: Size) -> Size | None:
+    """``a / b`` if known to be whole, without adding a guard; None otherwise."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b != 0 and a % b == 0 else None
+    if same_size(a, b):
+        return 1
+    if isinstance(b, int) and b == 1:
+        return a
+    ratio = a // b
+    return ratio if statically_known_true(ratio * b == a) else None
+
+
+def dimension(dim: int, rank: int) -> int:
+    return dim + rank if dim < 0 else dim
+
+
+def module_path(node: Node) -> str:
+    """Dotted path of the innermost module whose forward made ``node``; empty at the top level."""
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return ""
+    path, _ = next(reversed(stack.values()))
+    return _clean(path)
+
+
+def _clean(path: str) -> str:
+    path = re.sub(r"_modules\['([^']+)'\]", r"\1", str(path))
+    path = re.sub(r"\['([^']+)'\]", r".\1", path)
+    path = re.sub(r"\[(\d+)\]", r".\1", path)
+    path = re.sub(r"^L\.", "", path).replace("__", "_").strip("._")
+    return re.sub(r"^(self|args\.\d+|fn)\.?", "", path)
+
+
+def source_line(node: Node) -> str:
+    """The user's line of code that made ``node``: ``file.py:12: code``; empty when unknown."""
+    trace = node.meta.get("stack_trace") or ""
+    found = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', trace)
+    if not found:
+        return ""
+    file, line, code = found[-1]
+    return f"{file}:{line}: {code.strip()}"
+
+
+def describe(node: Node) -> str:
+    """How an error names a node: module, what it calls, and the user's line."""
+    target = (
+        node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    )
+    where = module_path(node)
+    line = source_line(node)
+    return (
+        f"{node.name} ({target})"
+        + (f" in module {where!r}" if where else "")
+        + (f" at {line}" if line else "")
+    )

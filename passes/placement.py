@@ -1,0 +1,126 @@
+"""Where in the program a layer's mixture can be computed. Decides, never edits.
+
+The mixture needs the layer's query, key and raw value, and must come before anything reads the value:
+before the cache is written and before attention. Views of the value may wait; a query that is computed
+later must be brought forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from ..errors import UnsupportedModelError
+from .dataflow import Dataflow
+from .nodes import describe
+from .ops import Role, arguments, has_role, mutated, pure
+from .sites import AttentionSite
+
+_VIEWS = (
+    Role.PERMUTE,
+    Role.RESHAPE,
+    Role.EXPAND,
+    Role.REPEAT,
+    Role.COPY,
+    Role.CAST,
+    Role.INDEX,
+    Role.SLICE,
+    Role.PICK,
+    Role.PIECES,
+    Role.ROLL,
+)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The point of one layer's mixture, and what has to move there."""
+
+    anchor: Node
+    """The mixture goes directly in front of this node, the first that uses the value."""
+
+    wait: tuple[Node, ...]
+    """The value and views of it that stand before the anchor: they move behind the mixture, in this order."""
+
+    forward: tuple[Node, ...]
+    """What query, key and scale need and is computed after the anchor: moves in front of the mixture."""
+
+
+def place(site: AttentionSite, flow: Dataflow) -> Placement:
+    """Find the place; raises UnsupportedModelError where there is none."""
+    views, uses = _readers(site, flow)
+    anchor = min(uses, key=flow.position.__getitem__)
+    at = flow.position[anchor]
+    wait = tuple(sorted((n for n in views if flow.position[n] < at), key=flow.position.__getitem__))
+    late = _late(site, at, flow)
+    blocked = set(views) | set(uses)
+    for node in late:
+        if node in blocked or not pure(node):
+            raise UnsupportedModelError(
+                f"{describe(site.output)}: its query or key is computed after its value is used by "
+                f"{describe(anchor)}, "
+                f"and {describe(node)} in between cannot be moved"
+            )
+    _check_memory(site, wait, late, at, flow)
+    return Placement(anchor, wait, tuple(late))
+
+
+def _readers(site: AttentionSite, flow: Dataflow) -> tuple[list[Node], list[Node]]:
+    """The value with all views of it, and the operations that use them: cache writes, the attention, the
+    output."""
+    value = site.value.node
+    views: dict[Node, None] = {value: None}
+    uses: dict[Node, None] = {}
+    todo = [value]
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            if user in views or user in uses:
+                continue
+            if user is site.attention.value_argument or user.op == "output":
+                uses[user] = None
+            elif has_role(user, Role.WRITE) and arguments(user).get("source") is node:
+                uses[user] = None
+            elif user in site.cache_writes or (has_role(user, Role.JOIN) and user in site.value_path):
+                uses[user] = None
+            elif has_role(user, *_VIEWS) and not mutated(user):
+                views[user] = None
+                todo.append(user)
+            else:
+                raise UnsupportedModelError(
+                    f"{describe(site.output)}: its value is also read by {describe(user)}, which is "
+                    "neither the cache "
+                    "nor this attention, so it is not clear whether that is to see the mixed value"
+                )
+    return list(views), list(uses)
+
+
+def _late(site: AttentionSite, at: int, flow: Dataflow) -> list[Node]:
+    """What the mixture needs and is computed at or after position ``at``, in program order."""
+    seen: set[Node] = set()
+    scale = site.attention.scale
+    todo = [site.query.node, site.key.node, *scale.times, *scale.over]
+    while todo:
+        node = todo.pop()
+        if node not in seen and flow.position[node] >= at:
+            seen.add(node)
+            todo += node.all_input_nodes
+    return sorted(seen, key=flow.position.__getitem__)
+
+
+def _check_memory(
+    site: AttentionSite, wait: tuple[Node, ...], late: list[Node], at: int, flow: Dataflow
+) -> None:
+    """No tensor that a moved node reads may be changed in place on the way."""
+    moves = [(node, flow.position[node], at) for node in wait] + [
+        (node, at, flow.position[node]) for node in late
+    ]
+    for node, begin, end in moves:
+        for read in (node, *node.all_input_nodes):
+            for change in flow.writes(read, end):
+                if flow.position[change] > begin:
+                    raise UnsupportedModelError(
+                        f"{describe(site.output)}: {describe(change)} changes in place what "
+                        f"{describe(node)} reads, "
+                        "between its value and the first use of it"
+                    )
