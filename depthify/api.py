@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ def depthify(
     stride: int | None = None,
     *,
     recent_window: int = 0,
+    budget: float | None = None,
     backend: Any = "eager",
     mode: str | None = None,
     options: dict[str, Any] | None = None,
@@ -36,17 +38,20 @@ def depthify(
         model: an ``nn.Module`` (changed in place and returned), a ``GraphModule`` or an ``ExportedProgram``.
         stride: distance between source layers; None takes the one in the model's config, else half the
         layer count. recent_window: how many directly preceding layers are sources as well.
+        budget: largest part of the model's FLOPs that mixing may add, decided for all batch sizes and lengths
+        when the graph is rewritten. None: 0.01, or 100 kFLOP per token where that is more.
         backend: how the captured graph is run when no outer ``torch.compile`` is there: "eager" as it is,
         or any
             ``torch.compile`` backend, with its ``mode``, ``options`` and ``dynamic``.
 
     Raises:
         OptionError: an argument is not allowed, or the model is compiled or mixed already.
+        BudgetError: when the graph is rewritten, mixing adds more arithmetic than ``budget`` allows.
         UnsupportedModelError, NotMixedError: at the first call, when the captured graph shows that the
         model cannot be
             mixed correctly. The model never runs without mixing.
     """
-    config = DepthConfig(stride=stride, recent_window=recent_window)
+    config = DepthConfig(stride=stride, recent_window=recent_window, budget=budget)
     if isinstance(model, torch.export.ExportedProgram) or isinstance(model, GraphModule):
         from .graph import rewrite
 
@@ -62,7 +67,9 @@ def depthify(
     compile_options = _compile_options(backend, mode, options, dynamic)
     recorded = huggingface.read_config(model)
     if recorded is not None and stride is None:
-        config = DepthConfig(stride=recorded.stride, recent_window=recent_window or recorded.recent_window)
+        config = replace(
+            config, stride=recorded.stride, recent_window=recent_window or recorded.recent_window
+        )
     from .module import attach
 
     return attach(model, config, compile_options)  # type: ignore[return-value]

@@ -21,6 +21,12 @@ def _whole_number(name: str, value: Any, least: int) -> int:
     raise OptionError(f"{name}={value!r}: {name} must be a whole number of at least {least}")
 
 
+def _positive_number(name: str, value: Any) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        return float(value)
+    raise OptionError(f"{name}={value!r}: {name} must be a number above 0, or None for the default")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DepthConfig:
     """Which earlier layers a layer's query attends over.
@@ -35,10 +41,17 @@ class DepthConfig:
     recent_window: int = 0
     """How many of the directly preceding layers are sources as well."""
 
+    budget: float | None = None
+    """Largest part of the graph's FLOPs that mixing may add; more is an error. None: 0.01, or 100 kFLOP per
+    token where that is more, which only models of less than about 5 million weights notice. ``float("inf")``
+    allows everything."""
+
     def __post_init__(self) -> None:
         if self.stride is not None:
             object.__setattr__(self, "stride", _whole_number("stride", self.stride, 1))
         object.__setattr__(self, "recent_window", _whole_number("recent_window", self.recent_window, 0))
+        if self.budget is not None:
+            object.__setattr__(self, "budget", _positive_number("budget", self.budget))
 
     def resolve(self, num_layers: int) -> DepthConfig:
         """The same configuration with the default stride filled in for ``num_layers`` attention layers."""

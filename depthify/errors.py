@@ -21,3 +21,7 @@ class UnsupportedModelError(DepthifyError):
 
 class MissingDependencyError(DepthifyError):
     """An optional package is needed for what was asked; the message names the extra that brings it."""
+
+
+class BudgetError(DepthifyError):
+    """Mixing would add more arithmetic than ``budget`` allows; the message gives both expressions."""

@@ -37,10 +37,14 @@ def mix_graph(graph: Graph, config: DepthConfig, start: Node | None = None) -> R
 
     Raises:
         UnsupportedModelError: see :func:`order_layers` and :func:`place`.
+        BudgetError: see :func:`depthify.cost_model.check.check_rewrite`.
     """
+    from ..cost_model.check import check_rewrite  # which imports from this package
+
     findings, stacks = plan(graph, config, start)
     placements = {layer.site: place(layer.site, findings.flow) for stack in stacks for layer in stack.layers}
     before = snapshot(graph)
     mixed = [mix_stack(graph, stack, placements) for stack in stacks]
     verify(graph, before, mixed, start)
+    check_rewrite(graph, mixed, config.budget, start)
     return Result(findings, stacks, mixed)

@@ -1,0 +1,142 @@
+"""FLOPs of an FX graph, counted from node metadata, symbolic where the capture is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch.fx import Graph, GraphModule, Node
+from torch.nn import Parameter
+
+from ..errors import UnsupportedModelError
+from ..passes.nodes import describe, module_path, shape_of, value_of
+from ..passes.ops import op_name
+from ..passes.sites import AttentionSite
+from .flops import SOFTMAX_PER_PAIR, Flops, masked_pairs, node_flops, total
+from .polynomials import Count, numel, product, size
+
+_HOLDS_A_GRAPH = frozenset(
+    (
+        "tag_activation_checkpoint",
+        "wrap",
+        "invoke_subgraph",
+        "wrap_with_set_grad_enabled",
+        "wrap_with_autocast",
+    )
+)
+"""Operations that run one graph once: the graph is their first argument that is one."""
+
+
+@dataclass(frozen=True)
+class GraphCount:
+    """What the nodes of a graph compute together."""
+
+    flops: Flops
+    by_node: dict[Node, Flops]
+    """Nodes that compute something."""
+
+    unknown: tuple[Node, ...] = ()
+    """Nodes without a rule, counted as 0; always empty unless that was asked for."""
+
+    def by_operation(self) -> dict[str, Count]:
+        """Executed FLOPs by operation."""
+        groups: dict[str, list[Flops]] = {}
+        for node, flops in self.by_node.items():
+            groups.setdefault(op_name(node) or str(node.target), []).append(flops)
+        return {name: total(parts).executed for name, parts in groups.items()}
+
+    def by_module(self) -> dict[str, Count]:
+        """Executed FLOPs by the module whose forward made the node."""
+        groups: dict[str, list[Flops]] = {}
+        for node, flops in self.by_node.items():
+            groups.setdefault(module_path(node), []).append(flops)
+        return {name: total(parts).executed for name, parts in groups.items()}
+
+
+def count_nodes(nodes: Iterable[Node], unknown: Literal["error", "zero"] = "error") -> GraphCount:
+    """Count ``nodes``.
+
+    Args:
+        unknown: what an operation without a rule is, an error or 0.
+
+    Raises:
+        UnsupportedModelError: operations without a rule; names every one of them.
+    """
+    by_node: dict[Node, Flops] = {}
+    missing: list[Node] = []
+    for node in nodes:
+        flops = node_flops(node)
+        if flops is None:
+            flops = _inner(node, unknown)
+        if flops is None:
+            missing.append(node)
+        elif flops != (0, 0, 0):
+            by_node[node] = flops
+    if missing and unknown == "error":
+        raise UnsupportedModelError(_missing_text(missing))
+    return GraphCount(total(list(by_node.values())), by_node, tuple(missing))
+
+
+def count_graph(
+    graph: Graph, unknown: Literal["error", "zero"] = "error", sites: Sequence[AttentionSite] = ()
+) -> GraphCount:
+    """Count a whole graph.
+
+    Args:
+        unknown: what an operation without a rule is, an error or 0.
+        sites: the attention layers found in the graph. They are causal, however their mask is written, so
+            the needed FLOPs leave out what their masks remove.
+
+    Raises:
+        UnsupportedModelError: operations without a rule; names every one of them.
+    """
+    count = count_nodes(graph.nodes, unknown)
+    if not sites:
+        return count
+    masked = total([count.flops, *(Flops(masked=_masked(site, count)) for site in sites)])
+    return GraphCount(masked, count.by_node, count.unknown)
+
+
+def count_parameters(graph: Graph) -> Count:
+    """Elements of the parameters that ``graph`` reads, each tensor once."""
+    seen: dict[int, Count] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            value = value_of(node)
+            if isinstance(value, Parameter):
+                seen[id(value)] = numel(value)
+    return sum(seen.values())
+
+
+def _masked(site: AttentionSite, count: GraphCount) -> Count:
+    """What the causal mask of ``site`` removes, where the count of the node does not say so already."""
+    output = site.output
+    flops = count.by_node.get(output)
+    if flops is None or flops.masked != 0:
+        return 0
+    rows = product(shape_of(site.attention.query.node)[:-1])
+    per_pair = size(shape_of(site.attention.query.node)[-1]) + size(shape_of(site.attention.value.node)[-1])
+    return masked_pairs(rows, size(site.tokens)) * (per_pair * 2 + SOFTMAX_PER_PAIR)
+
+
+def _inner(node: Node, unknown: Literal["error", "zero"]) -> Flops | None:
+    """The FLOPs of the graph that ``node`` runs; None where it runs none, or one that is not at hand."""
+    if getattr(node.target, "__name__", "") not in _HOLDS_A_GRAPH:
+        return None
+    owner = node.graph.owning_module
+    for argument in node.args:
+        if isinstance(argument, Node) and argument.op == "get_attr" and owner is not None:
+            body = getattr(owner, str(argument.target), None)
+            if isinstance(body, GraphModule):
+                return count_nodes(body.graph.nodes, unknown).flops
+    return None
+
+
+def _missing_text(missing: Sequence[Node]) -> str:
+    names = sorted({op_name(node) or str(node.target) for node in missing})
+    return (
+        f"no FLOP rule for {len(names)} operation(s): {', '.join(names)}; the first is "
+        f"{describe(missing[0])}. A count that left them out would be wrong. Give the model's config for the "
+        "closed form, or add a rule to depthify.cost_model.flops.RULES"
+    )
