@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import Graph, Node
+from torch.fx import Graph
 from torch.utils._pytree import tree_leaves
 
 from .errors import DepthifyError
@@ -78,13 +78,6 @@ def subgraphs_of_trace(context: Any) -> dict[str, torch.fx.GraphModule]:
     return context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.nn_modules
 
 
-def root_graph(context: Any) -> Graph:
-    """The graph of the outermost trace, also from inside a higher-order operation."""
-    output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
-    tracer = output.root_tracer if hasattr(output, "root_tracer") else output.current_tracer
-    return tracer.graph
-
-
 def compile_keywords(recompile_limit: int) -> dict[str, Any]:
     """Keywords of ``torch.compile`` that keep one model's captures apart from every other's, where it has
     them."""
@@ -119,33 +112,17 @@ def is_whole_capture() -> bool:
         return False
     if translator.f_code.co_name.startswith("torch_dynamo_resume"):
         return False
+    # Between the backend and the call of the compiled function there may be torch's own frames only: a user's frame
+    # in between runs as Python, so Dynamo gave up on it and compiles what it calls piece by piece.
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name == "torch._dynamo.eval_frame":
             return True
-        if not name.startswith(
-            (
-                "torch._dynamo",
-                "torch._utils_internal",
-                "torch._guards",
-                "torch._compile",
-                "torch.utils",
-                "depthify",
-                "contextlib",
-                "torch._inductor",
-                "torch._functorch",
-            )
-        ):
+        if name.split(".")[0] not in ("torch", "depthify", "contextlib", "functools"):
             return False
         frame = frame.f_back
     return False
-
-
-def forget_nodes(graph: Graph, nodes: list[Node]) -> None:
-    """Erase nodes that nothing reads, last first."""
-    for node in reversed(nodes):
-        graph.erase_node(node)
 
 
 def traced_graphs(context: Any) -> list[Graph]:
