@@ -25,8 +25,8 @@ def depthify_backend(
 ) -> Callable[..., Any]:
     """Rewrite the graph Dynamo captured, then hand it to an inner backend.
 
-    Options: ``stride``, ``recent_window`` and ``budget`` as in :func:`depthify.depthify`; ``backend`` (default "inductor") with
-    its own ``options`` or ``mode``.
+    Options: ``stride``, ``recent_window`` and ``budget`` as in :func:`depthify.depthify`; ``backend``
+    (default "inductor") with its own ``options`` or ``mode``.
 
     Raises:
         OptionError: an unknown or unusable option.
@@ -39,8 +39,10 @@ def depthify_backend(
 
         if not is_whole_capture():
             raise NotMixedError(
-                "backend='depthify' was given a part of the program only: a graph break cut the capture, and layers "
-                "in other parts cannot be reached. Compile with fullgraph=True to see where it breaks, compile a "
+                "backend='depthify' was given a part of the program only: a graph break cut the capture, "
+                "and layers "
+                "in other parts cannot be reached. Compile with fullgraph=True to see where it breaks, "
+                "compile a "
                 "smaller function, or use depthify(model), which captures the model on its own"
             )
         mix_graph(graph_module.graph, config)

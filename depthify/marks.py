@@ -8,14 +8,13 @@ captured, and raises. Imported only when a model is attached, as it loads Dynamo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from torch._dynamo.comptime import ComptimeContext, comptime
 from torch.fx import Graph, Node
 
 from .errors import DepthifyError, NotMixedError
-from .torch_internals import refusal_during_trace
+from .torch_internals import refusal_during_trace, traced_graphs
 
 _begun: weakref.WeakKeyDictionary[Graph, list[Node | None]] = weakref.WeakKeyDictionary()
 _rewriters: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -38,7 +37,7 @@ def _end(context: ComptimeContext) -> None:
     key = context.get_local("key").as_python_constant()
     try:
         if not starts:
-            raise NotMixedError(cut_text(_rewriters[key].name))
+            raise NotMixedError(_cut_text(_rewriters[key].name))
         _rewriters[key].rewrite(graph, starts.pop())
     except DepthifyError as error:
         raise refusal_during_trace(error) from None
@@ -46,14 +45,12 @@ def _end(context: ComptimeContext) -> None:
 
 def _inside(context: ComptimeContext) -> None:
     """A guard in a decoder block: its trace must lie between the marks."""
-    from .torch_internals import traced_graphs
-
     if not any(_begun.get(graph) for graph in traced_graphs(context)):
-        key = context.get_local("key").as_python_constant()
-        raise refusal_during_trace(NotMixedError(outside_text(_rewriters[key].name)))
+        name = context.get_local("name").as_python_constant()
+        raise refusal_during_trace(NotMixedError(_outside_text(name)))
 
 
-def cut_text(name: str) -> str:
+def _cut_text(name: str) -> str:
     return (
         f"the forward of {name} was cut by a graph break, so its layers are not in one graph and nothing "
         "was mixed. "
@@ -61,7 +58,7 @@ def cut_text(name: str) -> str:
     )
 
 
-def outside_text(name: str) -> str:
+def _outside_text(name: str) -> str:
     return (
         f"a decoder block of {name} was run on its own, outside the forward that depthify captures, so it "
         "would run "
@@ -69,16 +66,18 @@ def outside_text(name: str) -> str:
     )
 
 
-def run_marked(forward: Callable[..., Any], key: str, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run ``forward`` between the marks. Must be traced; run as Python it raises NotMixedError before any
-    layer runs."""
+def run_marked(module: Any, key: str, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run the original forward of ``module`` between the marks.
+
+    Must be traced; run as Python it raises NotMixedError before any layer runs.
+    """
     comptime(_begin, lambda: _not_captured(name))
-    result = forward(*args, **kwargs)
+    result = module._original_forward(*args, **kwargs)
     comptime(_end, lambda: _not_captured(name))
     return result
 
 
-def check_inside(key: str, name: str) -> None:
+def check_inside(name: str) -> None:
     """Raise unless the caller is being traced between the marks."""
     comptime(_inside, lambda: _ran_outside(name))
 
@@ -93,4 +92,4 @@ def _not_captured(name: str) -> None:
 
 
 def _ran_outside(name: str) -> None:
-    raise NotMixedError(outside_text(name))
+    raise NotMixedError(_outside_text(name))

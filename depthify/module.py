@@ -84,18 +84,18 @@ class State:
             )
         return self._compiled
 
-    def run(self, forward: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run ``forward`` captured and rewritten, outside any other capture."""
+    def run(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run the forward of ``module`` captured and rewritten, outside any other capture."""
         from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 
         try:
-            return self.compiled()(forward, self.key, self.name, args, kwargs)
+            return self.compiled()(module, self.key, self.name, args, kwargs)
         except FailOnRecompileLimitHit:
             log.warning(
                 "%s was captured in more than %d variants; starting over", self.name, _RECOMPILE_LIMIT
             )
             self._compiled = None
-            return self.compiled()(forward, self.key, self.name, args, kwargs)
+            return self.compiled()(module, self.key, self.name, args, kwargs)
         except Unsupported as error:
             raise NotMixedError(
                 f"{self.name} cannot be captured in one graph, so nothing would be mixed. Dynamo says: "
@@ -107,6 +107,9 @@ class Depthified:
     """Base of the generated classes. ``isinstance(model, Depthified)`` tells an attached module."""
 
     _depthify: State
+
+    def _original_forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _rebuild, (original_class(self),), self.__dict__.copy()
@@ -125,8 +128,8 @@ def _attached_class(base: type[nn.Module]) -> type[nn.Module]:
         if torch.compiler.is_dynamo_compiling():
             from .marks import run_marked
 
-            return run_marked(super(Depthified, self).forward, state.key, state.name, args, kwargs)
-        return state.run(super(Depthified, self).forward, args, kwargs)
+            return run_marked(self, state.key, state.name, args, kwargs)
+        return state.run(self, args, kwargs)
 
     body = {
         "forward": forward,
@@ -149,7 +152,7 @@ def attached_modules(model: nn.Module) -> list[Any]:
 def attach(model: nn.Module, config: DepthConfig, compile_options: dict[str, Any]) -> nn.Module:
     """Attach to the module of ``model`` that runs all decoder blocks; returns ``model``."""
     _check_attachable(model)
-    path, owner, _ = find_owner(model)
+    path, owner, blocks = find_owner(model)
     if "forward" in vars(owner):
         raise OptionError(
             f"{path or type(model).__name__} has a forward of its own on the object (set by a hook or a "
@@ -162,6 +165,7 @@ def attach(model: nn.Module, config: DepthConfig, compile_options: dict[str, Any
     huggingface.prepare(model)
     owner.__dict__["_depthify"] = state
     owner.__class__ = _attached_class(type(owner))
+    _guard_blocks(blocks, state.name)
     huggingface.write_config(model, config)
     return model
 
@@ -178,6 +182,24 @@ def _check_attachable(model: nn.Module) -> None:
             )
 
 
+class BlockGuard:
+    """A pre-hook that keeps a decoder block from running without mixing when it is called on its own."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        from .marks import check_inside
+
+        check_inside(self.name)
+
+
+def _guard_blocks(blocks: list[nn.Module], name: str) -> None:
+    guard = BlockGuard(name)
+    for block in blocks:
+        block.register_forward_pre_hook(guard)
+
+
 def detach(model: nn.Module) -> nn.Module:
     """Give every attached module its original class back; returns ``model``."""
     found = attached_modules(model)
@@ -186,5 +208,8 @@ def detach(model: nn.Module) -> nn.Module:
     for module in found:
         module.__class__ = original_class(module)
         del module.__dict__["_depthify"]
+    for module in model.modules():
+        for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, BlockGuard)]:
+            del module._forward_pre_hooks[key]
     huggingface.clear_config(model)
     return model

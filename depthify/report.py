@@ -96,7 +96,8 @@ def report_of(findings: Findings, stacks: list[Stack]) -> DepthReport:
     )
     config = stacks[0].config
     refusals = tuple(_refusal(r) for r in findings.refusals)
-    return DepthReport(config.stride, config.recent_window, layers, refusals)
+    notes = tuple(dict.fromkeys(f"depth scores are taken: {stack.note}" for stack in stacks))
+    return DepthReport(config.stride, config.recent_window, layers, refusals, notes)
 
 
 def _refusal(refusal: Refusal) -> RefusalReport:

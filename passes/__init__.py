@@ -42,7 +42,7 @@ def mix_graph(graph: Graph, config: DepthConfig, start: Node | None = None) -> R
     from ..cost_model.check import check_rewrite  # which imports from this package
 
     findings, stacks = plan(graph, config, start)
-    placements = {layer.site: place(layer.site, findings.flow) for stack in stacks for layer in stack.layers}
+    placements = {layer: place(layer, findings.flow) for stack in stacks for layer in stack.layers}
     before = snapshot(graph)
     mixed = [mix_stack(graph, stack, placements) for stack in stacks]
     verify(graph, before, mixed, start)

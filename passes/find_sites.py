@@ -129,7 +129,9 @@ def _other_stream(query: Trace, key: Trace, value: Trace, flow: Dataflow, needs:
         if not needs.activation(node):
             return f"its {name} does not depend on the tokens"
         if needs.attentions[node] != needs.attentions[q]:
-            return f"its {name} comes from another stream than its query (cross-attention, or another layer's)"
+            return (
+                f"its {name} comes from another stream than its query (cross-attention, or another layer's)"
+            )
         if not needs.inputs[node] & needs.inputs[q]:
             return f"its {name} is computed from other inputs than its query (cross-attention)"
     return None if needs.activation(q) else "its query does not depend on the tokens"

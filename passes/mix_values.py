@@ -12,6 +12,7 @@ fuses the mixture into kernels that are there anyway.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -221,12 +222,12 @@ class Mixed:
     inserted: tuple[Node, ...]
 
 
-def mix_stack(graph: Graph, stack: Stack, placements: dict[AttentionSite, Placement]) -> dict[int, Mixed]:
+def mix_stack(graph: Graph, stack: Stack, placements: dict[Layer, Placement]) -> dict[int, Mixed]:
     """Rewrite every layer of ``stack`` that has sources; returns sources and mixed layers by depth."""
     needed = {j for layer in stack.layers for j in layer.sources}
     done: dict[int, Mixed] = {}
     for layer in stack.layers:
-        placement = placements[layer.site]
+        placement = placements[layer]
         if layer.sources:
             done[layer.depth] = _mix_layer(graph, layer, placement, stack, done)
         elif layer.depth in needed:
@@ -240,12 +241,12 @@ def _keep_raw(graph: Graph, layer: Layer, placement: Placement) -> Mixed:
     order = memory_order(site)
     for node in placement.forward:
         move_before(node, placement.anchor)
-    key_form, value_form = form_of(site.key, site, order), form_of(site.value, site, order)
+    key_form, value_form = form_of(layer.score.key, site, order), form_of(site.value, site, order)
     (key, value), new = emit(
         graph,
         placement.anchor,
         lambda k, v: (key_form.apply(k), value_form.apply(v)),
-        [site.key.node, site.value.node],
+        [layer.score.key.node, site.value.node],
         site.value.node,
         layer.depth,
     )
@@ -255,11 +256,11 @@ def _keep_raw(graph: Graph, layer: Layer, placement: Placement) -> Mixed:
 def _mix_layer(
     graph: Graph, layer: Layer, placement: Placement, stack: Stack, sources: dict[int, Mixed]
 ) -> Mixed:
-    site, anchor = layer.site, placement.anchor
+    site, score, anchor = layer.site, layer.score, placement.anchor
     point = site.value.node
     order = memory_order(site)
     dtype = functools.reduce(
-        torch.promote_types, (dtype_of(n) for n in (site.query.node, site.key.node, point)), torch.float32
+        torch.promote_types, (dtype_of(n) for n in (score.query.node, score.key.node, point)), torch.float32
     )
     for node in placement.forward:
         move_before(node, anchor)
@@ -269,14 +270,15 @@ def _mix_layer(
     for node in placement.wait:
         move_before(node, anchor)
 
-    forms = [form_of(operand, site, order) for operand in (site.query, site.key, site.value)]
+    forms = [form_of(operand, site, order) for operand in (score.query, score.key, site.value)]
     group_dims = range(len(order), len(order) + len(groups(site)))
     mixed = [sources[j] for j in layer.sources]
     turns = [_turn(other.order, order) for other in mixed]
-    factors = [stack.layers[j].site.key_factor for j in layer.sources] + [site.key_factor]
+    used = [stack.layers[j] for j in layer.sources] + [layer]
+    factors = [other.site.key_factor * math.sqrt(score.factor * other.score.factor) for other in used]
     scale = site.attention.scale
     count = len(mixed)
-    query_dtype = dtype if dtype_of(site.query.node) != dtype else None
+    query_dtype = dtype if dtype_of(score.query.node) != dtype else None
     value_dtype = dtype_of(point) if dtype_of(point) != dtype else None
 
     def build(query: Any, key: Any, value: Any, *rest: Any) -> Any:
@@ -289,8 +291,8 @@ def _mix_layer(
         return key, common, forms[2].undo(common)
 
     inputs = [
-        site.query.node,
-        site.key.node,
+        score.query.node,
+        score.key.node,
         raw,
         *(x.key for x in mixed),
         *(x.value for x in mixed),

@@ -75,7 +75,7 @@ def _clean(path: str) -> str:
     path = re.sub(r"\['([^']+)'\]", r".\1", path)
     path = re.sub(r"\[(\d+)\]", r".\1", path)
     path = re.sub(r"^L\.", "", path).replace("__", "_").strip("._")
-    return re.sub(r"^(self|args\.\d+|fn)\.?", "", path)
+    return re.sub(r"^(self|module|args\.\d+|fn)(\.|$)", "", path)
 
 
 def source_line(node: Node) -> str:

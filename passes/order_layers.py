@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from ..config import DepthConfig
 from ..errors import UnsupportedModelError
 from .axes import Axis, AxisRole, flat
+from .choose_scores import choose_scores
 from .dataflow import Dependencies
+from .find_rotary import RotaryFinder
 from .find_sites import Findings, refusals_text
 from .nodes import Size, describe, same_size, value_of
-from .sites import AttentionSite, Verdict
+from .sites import AttentionSite, Score, Verdict
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +24,8 @@ class Layer:
     sources: tuple[int, ...]
     """Depths, in the same stack, of the layers it attends over."""
 
+    score: Score
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -29,6 +33,8 @@ class Stack:
 
     config: DepthConfig
     layers: tuple[Layer, ...]
+    note: str
+    """Where the depth scores are taken."""
 
 
 def order_layers(findings: Findings, config: DepthConfig) -> list[Stack]:
@@ -56,7 +62,8 @@ def order_layers(findings: Findings, config: DepthConfig) -> list[Stack]:
             )
         )
         raise UnsupportedModelError(f"no causal self-attention found, so there is nothing to mix.{seen}")
-    stacks = [_stack(sites, config) for sites in _in_sequence(findings.sites, findings.needs)]
+    finder = RotaryFinder(findings.flow, findings.needs)
+    stacks = [_stack(sites, config, finder) for sites in _in_sequence(findings.sites, findings.needs)]
     if all(len(stack.layers) == 1 for stack in stacks):
         raise UnsupportedModelError(
             f"only one causal self-attention layer found ({describe(findings.sites[0].output)}): mixing "
@@ -85,13 +92,17 @@ def _in_sequence(sites: list[AttentionSite], needs: Dependencies) -> list[list[A
     return stacks
 
 
-def _stack(sites: list[AttentionSite], config: DepthConfig) -> Stack:
+def _stack(sites: list[AttentionSite], config: DepthConfig, finder: RotaryFinder) -> Stack:
     resolved = config.resolve(len(sites))
-    layers = tuple(Layer(depth, site, resolved.sources(depth)) for depth, site in enumerate(sites))
+    chosen = choose_scores(sites, finder)
+    layers = tuple(
+        Layer(depth, site, resolved.sources(depth), score)
+        for depth, (site, score) in enumerate(zip(sites, chosen.scores, strict=True))
+    )
     for layer in layers:
         for source in layer.sources:
             _check_alike(layer, layers[source])
-    return Stack(resolved, layers)
+    return Stack(resolved, layers, chosen.note)
 
 
 def lanes(site: AttentionSite) -> tuple[Axis, ...]:

@@ -15,6 +15,7 @@ from ..errors import UnsupportedModelError
 from .dataflow import Dataflow
 from .nodes import describe
 from .ops import Role, arguments, has_role, mutated, pure
+from .order_layers import Layer
 from .sites import AttentionSite
 
 _VIEWS = (
@@ -46,13 +47,14 @@ class Placement:
     """What query, key and scale need and is computed after the anchor: moves in front of the mixture."""
 
 
-def place(site: AttentionSite, flow: Dataflow) -> Placement:
+def place(layer: Layer, flow: Dataflow) -> Placement:
     """Find the place; raises UnsupportedModelError where there is none."""
+    site = layer.site
     views, uses = _readers(site, flow)
     anchor = min(uses, key=flow.position.__getitem__)
     at = flow.position[anchor]
     wait = tuple(sorted((n for n in views if flow.position[n] < at), key=flow.position.__getitem__))
-    late = _late(site, at, flow)
+    late = _late(layer, at, flow)
     blocked = set(views) | set(uses)
     for node in late:
         if node in blocked or not pure(node):
@@ -61,7 +63,7 @@ def place(site: AttentionSite, flow: Dataflow) -> Placement:
                 f"{describe(anchor)}, "
                 f"and {describe(node)} in between cannot be moved"
             )
-    _check_memory(site, wait, late, at, flow)
+    _check_memory(layer, wait, late, at, flow)
     return Placement(anchor, wait, tuple(late))
 
 
@@ -95,11 +97,11 @@ def _readers(site: AttentionSite, flow: Dataflow) -> tuple[list[Node], list[Node
     return list(views), list(uses)
 
 
-def _late(site: AttentionSite, at: int, flow: Dataflow) -> list[Node]:
+def _late(layer: Layer, at: int, flow: Dataflow) -> list[Node]:
     """What the mixture needs and is computed at or after position ``at``, in program order."""
     seen: set[Node] = set()
-    scale = site.attention.scale
-    todo = [site.query.node, site.key.node, *scale.times, *scale.over]
+    scale = layer.site.attention.scale
+    todo = [layer.score.query.node, layer.score.key.node, *scale.times, *scale.over]
     while todo:
         node = todo.pop()
         if node not in seen and flow.position[node] >= at:
@@ -108,19 +110,17 @@ def _late(site: AttentionSite, at: int, flow: Dataflow) -> list[Node]:
     return sorted(seen, key=flow.position.__getitem__)
 
 
-def _check_memory(
-    site: AttentionSite, wait: tuple[Node, ...], late: list[Node], at: int, flow: Dataflow
-) -> None:
-    """No tensor that a moved node reads may be changed in place on the way."""
-    moves = [(node, flow.position[node], at) for node in wait] + [
-        (node, at, flow.position[node]) for node in late
-    ]
+def _check_memory(layer: Layer, wait: tuple[Node, ...], late: list[Node], at: int, flow: Dataflow) -> None:
+    """No tensor that the mixture or a moved node reads may be changed in place between then and now."""
+    position = flow.position
+    moves = [(node, position[node], at) for node in wait] + [(node, at, position[node]) for node in late]
+    moves += [(operand.node, position[operand.node], at) for operand in (layer.score.query, layer.score.key)]
     for node, begin, end in moves:
-        for read in (node, *node.all_input_nodes):
+        for read in (node, *(node.all_input_nodes if node in wait or node in late else ())):
             for change in flow.writes(read, end):
-                if flow.position[change] > begin:
+                if position[change] > begin:
                     raise UnsupportedModelError(
-                        f"{describe(site.output)}: {describe(change)} changes in place what "
-                        f"{describe(node)} reads, "
-                        "between its value and the first use of it"
+                        f"{describe(layer.site.output)}: {describe(change)} changes in place what "
+                        f"{describe(node)} "
+                        "reads, between its value and the first use of it"
                     )

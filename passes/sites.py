@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from torch.fx import Node
 
@@ -90,6 +89,17 @@ class Attention:
 
 
 @dataclass(frozen=True, eq=False)
+class Score:
+    """What a layer's depth scores are computed from: query and key as attention uses them, or before their
+    rotation."""
+
+    query: Operand
+    key: Operand
+    factor: float = 1.0
+    """What the rotation multiplies the product of query and key with."""
+
+
+@dataclass(frozen=True, eq=False)
 class AttentionSite:
     """One decoder layer's causal self-attention: what the rewrite needs, in named nodes."""
 
@@ -109,7 +119,6 @@ class AttentionSite:
     """Nodes that write this layer's value into a cache, on the way to the attention."""
 
     tokens: Size
-    notes: tuple[str, ...] = field(default=())
 
     @property
     def output(self) -> Node:
@@ -118,12 +127,3 @@ class AttentionSite:
     @property
     def module(self) -> str:
         return module_path(self.output)
-
-    def sizes(self) -> dict[str, Any]:
-        """Head counts and sizes for reports."""
-        axes = self.attention.axes
-        shared = set(axes.shared(a for dim in self.query.layout for a in dim))
-        group: Any = 1
-        for axis in shared:
-            group = group * axis.size
-        return {"group": group}

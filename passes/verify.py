@@ -77,6 +77,8 @@ def _verify_readers(layer: Mixed, flow: Dataflow) -> None:
     fixed = {
         site.query.node,
         site.key.node,
+        layer.layer.score.query.node,
+        layer.layer.score.key.node,
         *scale.times,
         *scale.over,
         *(mask for mask, _ in site.attention.masks),
@@ -93,7 +95,8 @@ def _verify_readers(layer: Mixed, flow: Dataflow) -> None:
 def _verify_reads(layer: Mixed, stack: dict[int, Mixed]) -> None:
     site = layer.layer.site
     sources = {node for j in layer.layer.sources for node in (stack[j].key, stack[j].value)}
-    must = {site.query.node, site.key.node, layer.raw, *sources}
+    score = layer.layer.score
+    must = {score.query.node, score.key.node, layer.raw, *sources}
     may = must | {*site.attention.scale.times, *site.attention.scale.over}
     own = set(layer.inserted)
     found: set[Node] = set()

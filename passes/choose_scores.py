@@ -1,0 +1,59 @@
+"""Where the depth scores of a stack are taken: before the rotary embedding if that is known, else after
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import UnsupportedModelError
+from .find_rotary import NoRotation, RotaryFinder, Rotation, UnknownRotation
+from .nodes import describe
+from .sites import AttentionSite, Score
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One :class:`Score` per site, and how they were chosen."""
+
+    scores: tuple[Score, ...]
+    note: str
+
+
+def choose_scores(sites: Sequence[AttentionSite], finder: RotaryFinder) -> Scores:
+    """Score every layer before its rotation, or, where rotations are not recognised, every layer after it.
+
+    Raises:
+        UnsupportedModelError: some layers use positions in a way that is not recognised and others in
+        another way, so
+            that a score between them would depend on absolute positions.
+    """
+    found = [finder.find(site) for site in sites]
+    unknown = [(site, x) for site, x in zip(sites, found, strict=True) if isinstance(x, UnknownRotation)]
+    if not unknown:
+        rotations = [x for x in found if isinstance(x, Rotation)]
+        if not rotations:
+            return Scores(tuple(Score(site.query, site.key) for site in sites), "no rotary embedding")
+        scores = tuple(
+            Score(x.query, x.key, x.factor) if isinstance(x, Rotation) else Score(site.query, site.key)
+            for site, x in zip(sites, found, strict=True)
+        )
+        kinds = {x.angles if isinstance(x, Rotation) else None for x in found}
+        return Scores(
+            scores,
+            "before the rotary embedding"
+            + (f"; layers use {len(kinds)} different ones" if len(kinds) > 1 else ""),
+        )
+    site, reason = unknown[0]
+    if len(unknown) < len(sites):
+        other = next(s for s, x in zip(sites, found, strict=True) if not isinstance(x, UnknownRotation))
+        kind = "no" if any(isinstance(x, NoRotation) for x in found) else "a rotary"
+        raise UnsupportedModelError(
+            f"{describe(site.output)}: {reason.reason} ({describe(reason.node)}), while "
+            f"{describe(other.output)} has "
+            f"{kind} position embedding: a score between the two would depend on absolute positions"
+        )
+    return Scores(
+        tuple(Score(site.query, site.key) for site in sites),
+        f"after position embedding, as no rotation was recognised: {reason.reason} ({describe(reason.node)})",
+    )
