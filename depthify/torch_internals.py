@@ -112,8 +112,8 @@ def is_whole_capture() -> bool:
         return False
     if translator.f_code.co_name.startswith("torch_dynamo_resume"):
         return False
-    # Between the backend and the call of the compiled function there may be torch's own frames only: a user's frame
-    # in between runs as Python, so Dynamo gave up on it and compiles what it calls piece by piece.
+    # Between the backend and the call of the compiled function there may be torch's own frames only. A user's
+    # frame in between runs as Python: Dynamo gave up on it and compiles what it calls piece by piece.
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")

@@ -29,10 +29,12 @@ from .ops import Role, arguments, has_role, mutated, op_name, op_of
 from .sites import AttentionSite, Operand
 
 _LAYOUT = (Role.PERMUTE, Role.RESHAPE, Role.COPY, Role.CAST)
-_INSIDE = (
-    *_LAYOUT, Role.EXPAND, Role.ADD, Role.SUBTRACT, Role.MULTIPLY, Role.DIVIDE, Role.NEGATE, Role.JOIN, Role.STACK, Role.INDEX,
-    Role.SLICE, Role.PICK, Role.PIECES, Role.COMPLEX, Role.ROLL,
-)  # fmt: skip
+_INSIDE = frozenset(Role) - {
+    Role.ATTENTION, Role.CONTRACT, Role.SOFTMAX, Role.WRITE, Role.MASK, Role.SQUASH, Role.REDUCE, Role.EXP, Role.REPEAT,
+    Role.PROJECT, Role.CREATE, Role.RANDOM,
+}  # fmt: skip
+"""Linear operations, elementwise and structural."""
+
 _ANGLES = ("cos", "sin", "cos_", "sin_", "polar")
 _TOLERANCE = 1e-9
 
@@ -79,6 +81,7 @@ class RotaryFinder:
         self._flow = flow
         self._needs = needs
         self._known: dict[Any, float | None] = {}
+        self._tables: dict[tuple[Node, ...], list[Node]] = {}
 
     def find(self, site: AttentionSite) -> Rotation | NoRotation | UnknownRotation:
         """How ``site`` uses positions in its query and key."""
@@ -187,14 +190,22 @@ class RotaryFinder:
         """The region with its nodes numbered, so that equal regions have equal signatures."""
 
         def number(node: Node) -> Any:
-            return ("node", local.setdefault(node, len(local)))
+            return _Name(local.setdefault(node, len(local)))
 
-        positions = _above(region.positions, self._flow)
-        rows = [
-            (str(n.target), str(map_arg((n.args, n.kwargs), lambda x: _Name(number(x)))), str(value_of(n)))
-            for n in (*positions, *region.nodes)
-        ]
-        return str(rows), number(region.entry.node), str(shape_of(region.entry.node))
+        nodes = [*self._above(region.positions), *region.nodes]
+        rows = [(n.target, map_arg((n.args, n.kwargs), number), _sizes(n)) for n in nodes]
+        return str((rows, number(region.entry.node), _sizes(region.entry.node)))
+
+    def _above(self, positions: list[Node]) -> list[Node]:
+        key = tuple(positions)
+        if key not in self._tables:
+            self._tables[key] = _above(positions, self._flow)
+        return self._tables[key]
+
+
+def _sizes(node: Node) -> Any:
+    known = value_of(node)
+    return tuple(known.shape) if is_tensor(node) else type(known)
 
 
 class _Name:

@@ -8,6 +8,7 @@ operation is what it should be: opaque.
 
 from __future__ import annotations
 
+import functools
 import operator
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -193,9 +194,21 @@ _ATTRIBUTES = frozenset({"T", "mT", "H", "mH"})
 
 def _torch_function_name(target: Any) -> str | None:
     module = getattr(target, "__module__", None) or ""
-    if module.split(".")[0] in ("torch", "_operator", "operator", "") or module == "builtins":
+    if module.split(".")[0] in ("torch", "_operator", "operator", "builtins", ""):
         return getattr(target, "__name__", None)
     return None
+
+
+@functools.cache
+def _target_name(target: Any) -> str | None:
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, _, name = target._schema.name.partition("::")
+        return name if namespace in ("aten", "prims") else f"{namespace}::{name}"
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        namespace, _, name = target._qualified_op_name.partition("::")
+        return name if namespace in ("aten", "prims") else f"{namespace}::{name}"
+    name = _torch_function_name(target)
+    return _OPERATORS.get(name, name) if name else None
 
 
 def op_name(node: Node) -> str | None:
@@ -204,16 +217,9 @@ def op_name(node: Node) -> str | None:
         return str(node.target)
     if node.op != "call_function":
         return None
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        namespace, _, name = target._schema.name.partition("::")
-        return name if namespace in ("aten", "prims") else f"{namespace}::{name}"
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return target.__name__ if "aten" in str(target) else str(target)
-    if target is getattr:
+    if node.target is getattr:
         return node.args[1] if node.args[1] in _ATTRIBUTES else None
-    name = _torch_function_name(target)
-    return _OPERATORS.get(name, name) if name else None
+    return _target_name(node.target)
 
 
 def op_of(node: Any) -> Op | None:
@@ -274,36 +280,45 @@ def numbers(values: Any) -> tuple[Any, ...]:
     return tuple(values) if isinstance(values, (tuple, list)) else (values,)
 
 
+_NOT_IN_PLACE = ("requires_grad_", "retain_grad_")
+
+
+@functools.cache
+def _name_mutates(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__") and name not in _NOT_IN_PLACE
+
+
+@functools.cache
+def _target_mutates(target: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that a function changes in place."""
+    if isinstance(target, torch._ops.OpOverload):
+        return tuple(
+            (i, argument.name)
+            for i, argument in enumerate(target._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+    name = _torch_function_name(target) or ""
+    in_place = target is operator.setitem or name in _IN_PLACE_OPERATORS or _name_mutates(name)
+    return ((0, "input"),) if in_place else ()
+
+
 def mutated(node: Node) -> tuple[Node, ...]:
     """The tensors that ``node`` changes in place."""
     if node.op == "call_method":
-        name = str(node.target)
-        in_place = (
-            name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "retain_grad_")
-        )
-        targets = [node.args[0]] if in_place or name == "__setitem__" else []
+        found = [node.args[0]] if _name_mutates(str(node.target)) or node.target == "__setitem__" else []
     elif node.op == "call_function":
-        target = node.target
-        if isinstance(target, torch._ops.OpOverload):
-            targets = []
-            for i, argument in enumerate(target._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-                    targets += value if isinstance(value, (tuple, list)) else [value]
-        else:
-            name = _torch_function_name(target) or ""
-            in_place = (
-                target is operator.setitem
-                or name in _IN_PLACE_OPERATORS
-                or (name.endswith("_") and not name.endswith("__"))
-                or (bool(node.kwargs.get("inplace")) and "inplace" in node.kwargs)
-            )
-            targets = [node.args[0]] if in_place and node.args else []
+        found = []
+        for i, name in _target_mutates(node.target):
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+            found += value if isinstance(value, (tuple, list)) else [value]
+        if node.kwargs:
+            if node.kwargs.get("inplace") is True and node.args:
+                found.append(node.args[0])
+            out = node.kwargs.get("out")
+            found += out if isinstance(out, (tuple, list)) else [out]
     else:
         return ()
-    out = node.kwargs.get("out")
-    targets += out if isinstance(out, (tuple, list)) else [out]
-    return tuple(t for t in targets if isinstance(t, Node))
+    return tuple(x for x in found if isinstance(x, Node)) if found else ()
 
 
 def pure(node: Node) -> bool:
