@@ -74,6 +74,7 @@ def trace(operand: Operand, axes: Axes, flow: Dataflow, at: Node, tokens: Size) 
     result = Trace(operand)
     own: tuple[Operand, int, float] | None = None  # below the first cast or factor since the last cache write
     while True:
+        layout = _resized(node, layout)
         here = result.operand = Operand(node, layout)
         written = flow.writes(node, time)
         if written and not has_role(written[-1], Role.WRITE):
@@ -119,6 +120,16 @@ def trace(operand: Operand, axes: Axes, flow: Dataflow, at: Node, tokens: Size) 
         result.operand, length, result.factor = own
         del result.path[length:]
     return result
+
+
+def _resized(node: Node, layout: Layout) -> Layout:
+    """The layout with token axes as long as they are here: behind a cache there are more tokens than before it."""
+    return tuple(
+        (Axis(AxisRole.TOKEN, size),)
+        if len(dim) == 1 and dim[0].role is AxisRole.TOKEN and not same_size(dim[0].size, size)
+        else dim
+        for dim, size in zip(layout, shape_of(node), strict=True)
+    )
 
 
 @dataclass(frozen=True)
