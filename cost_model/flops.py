@@ -134,9 +134,11 @@ def _each(node: Node, per_element: int = 1) -> Flops:
     "add add_ sub sub_ subtract rsub div div_ divide true_divide mod fmod remainder",
     "neg negative abs abs_ sign exp exp_ expm1 exp2 log log_ log2 log10 log1p sqrt sqrt_ rsqrt rsqrt_",
     "reciprocal square pow float_power sin cos tan asin acos atan atan2 sinh cosh tanh tanh_ sigmoid",
-    "sigmoid_ erf erfc erfinv floor floor_ ceil round trunc frac floordiv floor_divide clamp clamp_ clamp_min",
+    "sigmoid_ erf erfc erfinv floor floor_ ceil round trunc frac floordiv floor_divide clamp clamp_",
+    "clamp_min",
     "clamp_max clip maximum minimum fmax fmin relu relu_ relu6 leaky_relu elu celu selu gelu silu silu_",
-    "swish mish softplus softsign logsigmoid hardtanh hardswish hardsigmoid threshold tanhshrink softshrink prelu",
+    "swish mish softplus softsign logsigmoid hardtanh hardswish hardsigmoid threshold tanhshrink",
+    "softshrink prelu",
     "where masked_fill masked_fill_ nan_to_num nan_to_num_ triu tril ldexp heaviside log_sigmoid_forward",
     "logaddexp xlogy copysign silu_backward gelu_backward threshold_backward sigmoid_backward tanh_backward",
 )
@@ -149,7 +151,7 @@ def _elementwise(node: Node) -> Flops:
 @_rule(
     "eq ne lt le gt ge equal isnan isinf isfinite isin isclose all any logical_and logical_or logical_not",
     "logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor and_ or_ xor invert __and__ __or__",
-    "__invert__ not_ signbit bitwise_left_shift bitwise_right_shift lshift rshift",
+    "__invert__ not_ signbit bitwise_left_shift bitwise_right_shift lshift rshift bool int long",
 )
 def _logic(node: Node) -> Flops:
     """The result is a truth value or an integer."""
@@ -185,7 +187,8 @@ def _gated(node: Node) -> Flops:
     "detach alias lift_fresh requires_grad_ contiguous clone view_as_complex view_as_real conj resolve_conj",
     "embedding embedding_bag one_hot gather take_along_dim index_select index masked_select take nonzero",
     "flip pad constant_pad_nd diagonal unfold as_strided zero_ fill_ fill meshgrid block_diag rot90",
-    "broadcast_tensors searchsorted bucketize unique unique_consecutive bincount index_fill index_fill_",
+    "broadcast_tensors searchsorted bucketize unique unique_consecutive bincount histc index_fill",
+    "index_fill_",
     "masked_scatter masked_scatter_ unsqueeze_ squeeze_ transpose_ t_ view_as_real_copy",
     "item tolist size stride dim sym_size sym_numel sym_stride is_floating_point is_complex getattr",
     "slice_backward select_backward embedding_dense_backward",
@@ -206,15 +209,15 @@ def _dropout(node: Node) -> Flops:
 
 
 def _reduce(node: Node, per_element: int = 1, per_result: int = 0) -> Flops:
-    source = _input(node, 0, "input", "self", "tensors")
-    if not _is_float(source):
+    source = _input(node, 0, "input", "self")
+    if not _is_float(source) or (node.kwargs.get("dtype") and not node.kwargs["dtype"].is_floating_point):
         return NOTHING
     results = numel(_result(node)) * per_result if per_result else 0
     return Flops(other=numel(source) * per_element + results)
 
 
 @_rule("sum mean amax amin max min prod nansum cumsum cumsum_ cumprod aminmax")
-@_rule("argmax argmin topk sort argsort msort histc kthvalue median mode")
+@_rule("argmax argmin topk sort argsort msort kthvalue median mode")
 def _reduction(node: Node) -> Flops:
     """1 per element that is read; choosing and sorting are counted as one comparison per element."""
     if op_name(node) in ("max", "min") and isinstance(_input(node, 1, "other"), torch.Tensor):
