@@ -64,12 +64,8 @@ class State:
             raise NotMixedError("dry run: the capture ends here")
         result = mix_graph(graph, self.config, start)
         report = report_of(result.findings, result.stacks)
-        if self.report is not None and len(report.layers) != len(self.report.layers):
-            missing = {x.module for x in self.report.layers} ^ {x.module for x in report.layers}
-            raise NotMixedError(
-                f"{self.name} was captured with {len(report.layers)} attention layers, and before with "
-                f"{len(self.report.layers)}; the difference is in {sorted(missing)}"
-            )
+        if self.report is not None:
+            _check_same(self.name, self.report, report)
         self.report = report
 
     def compiled(self) -> Any:
@@ -101,6 +97,21 @@ class State:
                 f"{self.name} cannot be captured in one graph, so nothing would be mixed. Dynamo says: "
                 f"{error}"
             ) from error
+
+
+def _check_same(name: str, before: DepthReport, now: DepthReport) -> None:
+    """Captures of one model (prefill, decode, ...) must mix alike: they share one cache."""
+    if len(now.layers) != len(before.layers):
+        missing = sorted({x.module for x in before.layers} ^ {x.module for x in now.layers})
+        raise NotMixedError(
+            f"{name} was captured with {len(now.layers)} attention layers, and before with {len(before.layers)}; the "
+            f"difference is in {missing}. Layers that run in some calls only cannot be mixed over"
+        )
+    if now.scored != before.scored:
+        raise NotMixedError(
+            f"{name} was captured with depth scores taken {now.scored!r}, and before {before.scored!r}, so cached "
+            "decoding would not equal the full forward. Please report this model"
+        )
 
 
 class Depthified:
@@ -160,14 +171,27 @@ def attach(model: nn.Module, config: DepthConfig, compile_options: dict[str, Any
             "would hide the mixed one. Call depthify before adding such hooks"
         )
     state = State(type(owner).__qualname__ + (f" at {path!r}" if path else ""), config, compile_options)
-    if compile_options["backend"] != "eager":
-        state.compiled()  # unknown modes and options are errors now, not at the first call
+    _check_compiles(state)
     huggingface.prepare(model)
     owner.__dict__["_depthify"] = state
     owner.__class__ = _attached_class(type(owner))
     _guard_blocks(blocks, state.name)
     huggingface.write_config(model, config)
     return model
+
+
+def _check_compiles(state: State) -> None:
+    """Unknown modes and options are errors now, not at the first call."""
+    options = state.compile_options
+    if options["backend"] == "eager":
+        return
+    try:
+        state.compiled()
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        given = ", ".join(
+            f"{name}={options[name]!r}" for name in ("backend", "mode", "options") if options[name]
+        )
+        raise OptionError(f"{given}: torch.compile refuses this: {error}") from error
 
 
 def _check_attachable(model: nn.Module) -> None:

@@ -46,6 +46,9 @@ class DepthReport:
     stride: int | None
     recent_window: int
     layers: tuple[LayerReport, ...]
+    scored: str = ""
+    """Where depth scores are taken: before the rotary embedding where it is recognised, else after it."""
+
     refusals: tuple[RefusalReport, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
@@ -60,7 +63,7 @@ class DepthReport:
     def __str__(self) -> str:
         lines = [
             f"{len(self.layers)} attention layers, {self.mixed} mixed "
-            f"(stride {self.stride}, recent window {self.recent_window})"
+            f"(stride {self.stride}, recent window {self.recent_window}, scores: {self.scored})"
         ]
         rows = [("layer", "module", "sources", "heads", "head size", "cached", "written as")]
         for x in self.layers:
@@ -96,8 +99,9 @@ def report_of(findings: Findings, stacks: list[Stack]) -> DepthReport:
     )
     config = stacks[0].config
     refusals = tuple(_refusal(r) for r in findings.refusals)
-    notes = tuple(dict.fromkeys(f"depth scores are taken: {stack.note}" for stack in stacks))
-    return DepthReport(config.stride, config.recent_window, layers, refusals, notes)
+    scored = " and ".join(dict.fromkeys(stack.scored for stack in stacks))
+    notes = tuple(dict.fromkeys(stack.note for stack in stacks if stack.note))
+    return DepthReport(config.stride, config.recent_window, layers, scored, refusals, notes)
 
 
 def _refusal(refusal: Refusal) -> RefusalReport:

@@ -17,6 +17,9 @@ class Scores:
     """One :class:`Score` per site, and how they were chosen."""
 
     scores: tuple[Score, ...]
+    place: str
+    """``"before rotation"``, ``"after position embedding"`` or ``"no position embedding"``."""
+
     note: str
 
 
@@ -33,17 +36,14 @@ def choose_scores(sites: Sequence[AttentionSite], finder: RotaryFinder) -> Score
     if not unknown:
         rotations = [x for x in found if isinstance(x, Rotation)]
         if not rotations:
-            return Scores(tuple(Score(site.query, site.key) for site in sites), "no rotary embedding")
+            return Scores(tuple(Score(site.query, site.key) for site in sites), "no position embedding", "")
         scores = tuple(
             Score(x.query, x.key, x.factor) if isinstance(x, Rotation) else Score(site.query, site.key)
             for site, x in zip(sites, found, strict=True)
         )
         kinds = {x.angles if isinstance(x, Rotation) else None for x in found}
-        return Scores(
-            scores,
-            "before the rotary embedding"
-            + (f"; layers use {len(kinds)} different ones" if len(kinds) > 1 else ""),
-        )
+        note = f"layers use {len(kinds)} different rotary embeddings" if len(kinds) > 1 else ""
+        return Scores(scores, "before rotation", note)
     site, reason = unknown[0]
     if len(unknown) < len(sites):
         other = next(s for s, x in zip(sites, found, strict=True) if not isinstance(x, UnknownRotation))
@@ -55,5 +55,6 @@ def choose_scores(sites: Sequence[AttentionSite], finder: RotaryFinder) -> Score
         )
     return Scores(
         tuple(Score(site.query, site.key) for site in sites),
-        f"after position embedding, as no rotation was recognised: {reason.reason} ({describe(reason.node)})",
+        "after position embedding",
+        f"no rotation was recognised: {reason.reason} ({describe(reason.node)})",
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Graph, Node
 
-from .nodes import is_tensor, value_of
+from .nodes import is_number, is_tensor, value_of
 from .ops import Role, arguments, has_role, mutated, op_of
 
 
@@ -73,7 +73,9 @@ class Dataflow:
         memory: set[Node] = set()
         first = bisect_left(self.nodes, self.position[source], key=self.position.__getitem__)
         for node in self.nodes[first + 1 :]:
-            if any(n in tainted or self._roots[n] in memory for n in node.all_input_nodes):
+            if not is_number(node) and any(
+                n in tainted or self._roots[n] in memory for n in node.all_input_nodes
+            ):
                 tainted.add(node)
                 memory.update(self._roots[t] for t in mutated(node))
             if node is until:
@@ -83,6 +85,8 @@ class Dataflow:
 
 class Dependencies:
     """For every node, which inputs of the model and which attention operations it is computed from.
+
+    Sizes depend on nothing: reading the shape of a tensor is not reading the tensor.
 
     Attributes:
         inputs: bit ``i`` stands for the graph input at position ``i``, weights left out.
@@ -100,7 +104,7 @@ class Dependencies:
             inputs, content = 0, has_role(node, Role.PROJECT) or _is_weight(node)
             if node.op == "placeholder" and is_tensor(node) and not content:
                 inputs = 1 << position
-            for read in node.all_input_nodes:
+            for read in () if is_number(node) else node.all_input_nodes:
                 written_inputs, written_content = memory.get(flow.root(read), (0, False))
                 inputs |= self.inputs[read] | written_inputs
                 content = content or self.content[read] or written_content
@@ -121,7 +125,7 @@ class Dependencies:
         memory: dict[Node, int] = {}
         for node in flow.position:
             bits = bit.get(node, 0)
-            for read in node.all_input_nodes:
+            for read in () if is_number(node) else node.all_input_nodes:
                 bits |= self.attentions[read] | memory.get(flow.root(read), 0)
             self.attentions[node] = bits
             for target in mutated(node):

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from .axes import AxisRole, Layout, axis_dim, step_back
 from .dataflow import Dataflow, Dependencies
-from .nodes import is_tensor, shape_of, value_of
+from .nodes import is_number, is_tensor, shape_of, value_of
 from .ops import Role, arguments, has_role, mutated, op_name, op_of
 from .sites import AttentionSite, Operand
 
@@ -127,6 +127,8 @@ class RotaryFinder:
             frontier.discard(latest)
             nodes.append(latest)
             for read in latest.all_input_nodes:
+                if is_number(read):
+                    continue
                 if self._needs.content[read]:
                     frontier.add(read)
                 elif is_tensor(read) and read not in positions and value_of(read).numel() != 1:
@@ -152,6 +154,8 @@ class RotaryFinder:
                 continue
             seen.add(node)
             for read in node.all_input_nodes:
+                if is_number(read):
+                    continue
                 if self._needs.content[read]:
                     todo.append(read)
                 elif is_tensor(read) and value_of(read).numel() != 1:

@@ -30,6 +30,11 @@ def is_tensor(node: Any) -> bool:
     return isinstance(value_of(node), torch.Tensor)
 
 
+def is_number(node: Any) -> bool:
+    """Whether a node holds a size or another scalar of Python rather than data."""
+    return isinstance(value_of(node), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
 def shape_of(node: Node) -> tuple[Size, ...]:
     return tuple(value_of(node).shape)
 

@@ -33,8 +33,10 @@ class Stack:
 
     config: DepthConfig
     layers: tuple[Layer, ...]
+    scored: str
+    """Where the depth scores are taken, see :class:`~depthify.passes.choose_scores.Scores`."""
+
     note: str
-    """Where the depth scores are taken."""
 
 
 def order_layers(findings: Findings, config: DepthConfig) -> list[Stack]:
@@ -102,7 +104,7 @@ def _stack(sites: list[AttentionSite], config: DepthConfig, finder: RotaryFinder
     for layer in layers:
         for source in layer.sources:
             _check_alike(layer, layers[source])
-    return Stack(resolved, layers, chosen.note)
+    return Stack(resolved, layers, chosen.place, chosen.note)
 
 
 def lanes(site: AttentionSite) -> tuple[Axis, ...]:

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from ..errors import UnsupportedModelError
 from .dataflow import Dataflow
-from .nodes import describe
+from .nodes import describe, is_number
 from .ops import Role, arguments, has_role, mutated, pure
 from .order_layers import Layer
 from .sites import AttentionSite
@@ -68,18 +68,23 @@ def place(layer: Layer, flow: Dataflow) -> Placement:
 
 
 def _readers(site: AttentionSite, flow: Dataflow) -> tuple[list[Node], list[Node]]:
-    """The value with all views of it, and the operations that use them: cache writes, the attention, the
-    output."""
+    """The value with all views and sizes of it, and what uses them: cache writes, the attention, the output."""
     value = site.value.node
     views: dict[Node, None] = {value: None}
     uses: dict[Node, None] = {}
+    sized: dict[Node, None] = {}
     todo = [value]
     while todo:
         node = todo.pop()
         for user in node.users:
             if user in views or user in uses:
                 continue
-            if user is site.attention.value_argument or user.op == "output":
+            if is_number(user):
+                views[user] = None
+                todo.append(user)
+            elif is_number(node):
+                sized[user] = None  # does not see the value, but has to stay behind the size
+            elif user is site.attention.value_argument or user.op == "output":
                 uses[user] = None
             elif has_role(user, Role.WRITE) and arguments(user).get("source") is node:
                 uses[user] = None
@@ -90,11 +95,10 @@ def _readers(site: AttentionSite, flow: Dataflow) -> tuple[list[Node], list[Node
                 todo.append(user)
             else:
                 raise UnsupportedModelError(
-                    f"{describe(site.output)}: its value is also read by {describe(user)}, which is "
-                    "neither the cache "
-                    "nor this attention, so it is not clear whether that is to see the mixed value"
+                    f"{describe(site.output)}: its value is also read by {describe(user)}, which is neither the "
+                    "cache nor this attention, so it is not clear whether that is to see the mixed value"
                 )
-    return list(views), list(uses)
+    return list(views), [*uses, *(user for user in sized if user not in views)]
 
 
 def _late(layer: Layer, at: int, flow: Dataflow) -> list[Node]:

@@ -65,8 +65,13 @@ def _attention(definition: Definition) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def defined(model: nn.Module, stride: int | None = None, recent_window: int = 0, layers: int | None = None,
-            attention: str = "sdpa") -> Iterator[nn.Module]:
+def defined(
+    model: nn.Module,
+    stride: int | None = None,
+    recent_window: int = 0,
+    layers: int | None = None,
+    attention: str = "sdpa",
+) -> Iterator[nn.Module]:
     """A copy of ``model`` that computes the definition; ``attention`` is what runs after the value is mixed."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS

@@ -37,7 +37,8 @@ def _decode(model: nn.Module, ids: Tensor, chunks: list[int], cache: Any) -> Ten
 def _tensors(cache: Any) -> list[tuple[tuple[int, ...], torch.dtype, int]]:
     return [
         (tuple(x.shape), x.dtype, x.numel() * x.element_size())
-        for layer in cache.layers for x in (layer.keys, layer.values)
+        for layer in cache.layers
+        for x in (layer.keys, layer.values)
     ]
 
 

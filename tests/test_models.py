@@ -44,7 +44,9 @@ def _padding(ids: torch.Tensor, attention: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("kind", "attention", "dtype", "stride", "masked"), _cases())
-def test_logits_equal_the_definition(kind: str, attention: str, dtype: torch.dtype, stride: int, masked: bool) -> None:
+def test_logits_equal_the_definition(
+    kind: str, attention: str, dtype: torch.dtype, stride: int, masked: bool
+) -> None:
     model = tiny(kind, dtype, attention)
     ids = tokens()
     mask = _padding(ids, attention) if masked else torch.ones_like(ids)
@@ -55,7 +57,9 @@ def test_logits_equal_the_definition(kind: str, attention: str, dtype: torch.dty
         logits = depthify(model, stride)(ids, use_cache=False, **inputs).logits
     seen = mask.bool()
     assert relative(logits[seen], expected[seen]) < BOUND[dtype]
-    assert relative(vanilla[seen], expected[seen]) > 1e-2, "mixing has to matter for this test to mean anything"
+    assert relative(vanilla[seen], expected[seen]) > 1e-2, (
+        "mixing has to matter for this test to mean anything"
+    )
     assert len(explain(model).layers) == LAYERS
 
 
@@ -111,8 +115,10 @@ def test_scores_do_not_depend_on_absolute_positions(kind: str) -> None:
 def test_gradients_equal_autograd_through_the_definition(kind: str) -> None:
     from definition import defined
 
-    model = tiny(kind, torch.float64, attn_dropout=0.0) if kind == "qwen3" else tiny(
-        kind, torch.float64, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0
+    model = (
+        tiny(kind, torch.float64, attn_dropout=0.0)
+        if kind == "qwen3"
+        else tiny(kind, torch.float64, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
     )
     model.train()
     ids = tokens()

@@ -33,8 +33,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def tiny(kind: str, dtype: torch.dtype = torch.float32, attention: str = "sdpa", seed: int = 0,
-         **changes: Any) -> nn.Module:
+def tiny(
+    kind: str, dtype: torch.dtype = torch.float32, attention: str = "sdpa", seed: int = 0, **changes: Any
+) -> nn.Module:
     """A model of ``kind`` in evaluation mode."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
