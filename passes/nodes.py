@@ -30,9 +30,15 @@ def is_tensor(node: Any) -> bool:
     return isinstance(value_of(node), torch.Tensor)
 
 
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
 def is_number(node: Any) -> bool:
-    """Whether a node holds a size or another scalar of Python rather than data."""
-    return isinstance(value_of(node), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+    """Whether a node holds a size, a whole shape or another scalar of Python, rather than data."""
+    known = value_of(node)
+    if isinstance(known, (tuple, list)):
+        return len(known) > 0 and all(isinstance(x, _NUMBERS) for x in known)
+    return isinstance(known, _NUMBERS)
 
 
 def shape_of(node: Node) -> tuple[Size, ...]:
