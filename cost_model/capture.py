@@ -32,27 +32,46 @@ class Captured:
     """The capture's symbols as B, T and C; a size that was not left open is a number and not among them."""
 
 
-def capture(model: nn.Module, batch_size: int, seq_len: int, cache_len: int, dtype: torch.dtype) -> Captured:
+def capture(
+    model: nn.Module,
+    batch_size: int,
+    seq_len: int,
+    cache_len: int,
+    dtype: torch.dtype,
+    cached: bool = True,
+    fixed: bool = False,
+) -> Captured:
     """Capture ``model(input_ids)``, with a cache of ``cache_len`` tokens where the model has one.
+
+    Args:
+        cached: whether a transformers model is to keep a cache.
+        fixed: whether to capture these very sizes; the count is then a number.
 
     Raises:
         UnsupportedModelError: the model cannot be captured in one graph from token numbers alone.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    clone = _fake_clone(model, mode, dtype)
-    with mode:
-        tokens = torch.zeros(batch_size, seq_len, dtype=torch.long)
-    # Two sizes of one number would become one symbol.
-    if len({batch_size, seq_len, cache_len}) == 3:
+    if not fixed:
+        open_batch, open_past = _apart(batch_size, seq_len, cache_len)
         try:
-            return _capture(clone, tokens, cache_len, mode, dtype, open_sizes=True)
+            return _capture(model, open_batch, seq_len, open_past, dtype, cached, open_sizes=True)
         except _Fixed:
             pass
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    clone = _fake_clone(model, mode, dtype)
-    with mode:
-        tokens = torch.zeros(batch_size, seq_len, dtype=torch.long)
-    return _capture(clone, tokens, cache_len, mode, dtype, open_sizes=False)
+    return _capture(model, batch_size, seq_len, cache_len, dtype, cached, open_sizes=False)
+
+
+def _apart(batch_size: int, seq_len: int, cache_len: int) -> tuple[int, int]:
+    """A batch size and a cache length of at least 2 that differ from each other and from the number of
+    tokens.
+
+    Two open sizes of one number would become one symbol, and a size of 1 none.
+    """
+    past = cache_len
+    while past and (past < 2 or past == seq_len):
+        past += 1
+    batch = batch_size
+    while batch < 2 or batch in (seq_len, past):
+        batch += 1
+    return batch, past
 
 
 def _call(model: nn.Module, tokens: torch.Tensor, keywords: dict[str, Any]) -> Any:
@@ -86,44 +105,40 @@ def _fake_clone(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> n
     return clone.eval()
 
 
-def _past(
-    model: nn.Module, tokens: torch.Tensor, length: int, mode: FakeTensorMode, dtype: torch.dtype
-) -> Any:
-    """A transformers cache that holds ``length`` tokens per layer."""
-    from transformers import DynamicCache
-
-    config = model.config.get_text_config()  # type: ignore[union-attr,operator]
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    cache = DynamicCache(config=config)
-    with mode:
-        for layer in range(config.num_hidden_layers):
-            shape = (tokens.shape[0], heads, length, size)
-            cache.update(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), layer)
-    return cache
+def _past(model: nn.Module, batch_size: int, length: int, mode: FakeTensorMode) -> Any:
+    """The cache that ``model`` makes of ``length`` tokens, without memory."""
+    with mode, torch.no_grad():
+        return model(torch.zeros(batch_size, length, dtype=torch.long), use_cache=True).past_key_values
 
 
 def _capture(
     model: nn.Module,
-    tokens: torch.Tensor,
+    batch_size: int,
+    seq_len: int,
     cache_len: int,
-    mode: FakeTensorMode,
     dtype: torch.dtype,
+    cached: bool,
     open_sizes: bool,
 ) -> Captured:
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    model = _fake_clone(model, mode, dtype)
+    with mode:
+        tokens = torch.zeros(batch_size, seq_len, dtype=torch.long)
     keywords: dict[str, Any] = {}
     pretrained = huggingface.pretrained(model) is model
     if pretrained:
-        keywords["use_cache"] = True
+        keywords["use_cache"] = cached
     if cache_len:
         if not pretrained:
             raise OptionError(f"cache_len={cache_len}: only a transformers model can be given a cache")
-        past = _past(model, tokens, cache_len, mode, dtype)
+        past = _past(model, batch_size, cache_len, mode)
         keywords["past_key_values"] = past
         for layer in past.layers:
-            for tensor in (layer.keys, layer.values):
-                torch._dynamo.mark_static(tensor, 1)
-                torch._dynamo.mark_static(tensor, 3)
+            for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+                for dim, length in enumerate(tensor.shape if tensor is not None else ()):
+                    # Heads and their sizes are fixed, and so is what a sliding window keeps.
+                    if (dim, length) not in ((0, batch_size), (2, cache_len)):
+                        torch._dynamo.mark_static(tensor, dim)
     graphs: list[GraphModule] = []
 
     def keep(graph: GraphModule, inputs: Sequence[Any]) -> Any:
@@ -136,9 +151,9 @@ def _capture(
 
     try:
         # A code object of its own: Dynamo counts captures per code object and refuses after a few.
-        torch.compile(own_code(_call), backend=keep, fullgraph=True, dynamic=open_sizes)(
-            model, tokens, keywords
-        )
+        with torch._dynamo.config.patch(specialize_float=True):  # sizes are to be open, not every number
+            call = torch.compile(own_code(_call), backend=keep, fullgraph=True, dynamic=open_sizes)
+            call(model, tokens, keywords)
     except _Stop:
         pass
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:

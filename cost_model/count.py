@@ -13,7 +13,7 @@ from ..errors import UnsupportedModelError
 from ..passes.nodes import describe, module_path, shape_of, value_of
 from ..passes.ops import op_name
 from ..passes.sites import AttentionSite
-from .flops import SOFTMAX_PER_PAIR, Flops, masked_pairs, node_flops, total
+from .flops import SOFTMAX_PER_PAIR, Flops, masked_flops, masked_pairs, node_flops, total
 from .polynomials import Count, numel, product, size
 
 _HOLDS_A_GRAPH = frozenset(
@@ -111,13 +111,16 @@ def count_parameters(graph: Graph) -> Count:
 
 def _masked(site: AttentionSite, count: GraphCount) -> Count:
     """What the causal mask of ``site`` removes, where the count of the node does not say so already."""
-    output = site.output
-    flops = count.by_node.get(output)
+    flops = count.by_node.get(site.output)
     if flops is None or flops.masked != 0:
         return 0
-    rows = product(shape_of(site.attention.query.node)[:-1])
-    per_pair = size(shape_of(site.attention.query.node)[-1]) + size(shape_of(site.attention.value.node)[-1])
-    return masked_pairs(rows, size(site.tokens)) * (per_pair * 2 + SOFTMAX_PER_PAIR)
+    fused = masked_flops(site.output)
+    if fused is not None:
+        return fused
+    query, value = site.attention.query.node, site.attention.value.node
+    products = (size(shape_of(query)[-1]) + size(shape_of(value)[-1])) * 2
+    # Written out, scale and mask are operations of their own that need not be per pair.
+    return masked_pairs(product(shape_of(query)[:-1]), size(site.tokens)) * (products + SOFTMAX_PER_PAIR)
 
 
 def _inner(node: Node, unknown: Literal["error", "zero"]) -> Flops | None:

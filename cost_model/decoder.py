@@ -156,9 +156,10 @@ def _experts(shape: DecoderShape) -> _Part:
     and a factor.
     """
     expert = 3 * d * fe
-    choice = (SOFTMAX_PER_PAIR + 1) * E + 2 * k
+    normed = int(shape.normed_choice)
+    choice = (SOFTMAX_PER_PAIR + 1) * E + 2 * k * normed
     if shape.router_groups:
-        choice = 5 * E + 3 * shape.router_groups + 3 * k + 1
+        choice = 5 * E + 3 * shape.router_groups + k + (2 * k + 1) * normed
     part = _linear(TOKENS, d, E) + _Part(other=TOKENS * choice)
     part += _Part(
         expert * E, TOKENS * k * 2 * expert, TOKENS * k * (fe * (shape.activation_flops + 1) + 2 * d)

@@ -380,23 +380,58 @@ def _attention_arguments(node: Node) -> dict[str, Any]:
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
-@_rule(
-    "scaled_dot_product_attention _scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-)
-def _attention(node: Node) -> Flops:
-    """Per pair of a query and a key: two products, the scale, a mask where given, the softmax."""
+class _Attention(NamedTuple):
+    rows: Count
+    """Queries of all heads and batch entries."""
+
+    tokens: Count
+    pairs: Count
+    products: Count
+    """FLOPs of the two products per pair of a query and a key."""
+
+    rest: int
+    """The scale, a mask where given, the softmax, dropout."""
+
+    causal: bool
+
+
+def _read_attention(node: Node) -> _Attention:
     bound = _attention_arguments(node)
     query, key, value = (value_of(bound[name]) for name in ("query", "key", "value"))
     rows = product(query.shape[:-1])
-    mask = bound.get("attn_mask", bound.get("attn_bias"))
-    dropout = bound.get("dropout_p", 0.0)
-    pairs = rows * size(key.shape[-2])
-    products = (size(query.shape[-1]) + size(value.shape[-1])) * 2
-    rest = 1 + SOFTMAX_PER_PAIR + (mask is not None) + 2 * (isinstance(dropout, (int, float)) and dropout > 0)
-    masked = masked_pairs(rows, size(query.shape[-2])) if bound.get("is_causal") is True else 0
-    return Flops(pairs * products, pairs * rest, masked * (products + rest))
+    mask, dropout = bound.get("attn_mask", bound.get("attn_bias")), bound.get("dropout_p", 0.0)
+    drops = isinstance(dropout, (int, float)) and dropout > 0
+    return _Attention(
+        rows,
+        size(query.shape[-2]),
+        rows * size(key.shape[-2]),
+        (size(query.shape[-1]) + size(value.shape[-1])) * 2,
+        1 + SOFTMAX_PER_PAIR + (mask is not None) + 2 * drops,
+        bound.get("is_causal") is True,
+    )
+
+
+_FUSED_ATTENTION = (
+    "scaled_dot_product_attention _scaled_dot_product_flash_attention "
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention "
+    "_scaled_dot_product_cudnn_attention"
+)
+
+
+@_rule(_FUSED_ATTENTION)
+def _attention(node: Node) -> Flops:
+    """Per pair of a query and a key: two products, the scale, a mask where given, the softmax."""
+    found = _read_attention(node)
+    masked = masked_flops(node) if found.causal else 0
+    return Flops(found.pairs * found.products, found.pairs * found.rest, masked)
+
+
+def masked_flops(node: Node) -> Count | None:
+    """What a causal mask makes needless of the attention ``node``; None where it is no fused attention."""
+    if op_name(node) not in _FUSED_ATTENTION.split():
+        return None
+    found = _read_attention(node)
+    return masked_pairs(found.rows, found.tokens) * (found.products + found.rest)
 
 
 def total(parts: list[Flops]) -> Flops:

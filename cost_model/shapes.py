@@ -57,6 +57,9 @@ class DecoderShape:
     shared_ff: int = 0
     """Width of the shared experts together; 0 without."""
 
+    normed_choice: bool = True
+    """The weights of the chosen experts are divided by their sum."""
+
     router_groups: int = 0
     """Groups of experts of a router that scores with a sigmoid (DeepSeek-V3); 0 for a softmax over all."""
 
@@ -269,6 +272,12 @@ def read_config(config: Any) -> DecoderShape:
         family["other_bias"] = bool(get(other, False))
     elif get("attention_bias") and kind != "deepseek_v3":
         raise UnsupportedModelError(f"attention_bias={get('attention_bias')!r}: not in the closed form")
+    window = get("sliding_window")
+    if window is not None and (kind == "mistral" or get("use_sliding_window")):
+        raise UnsupportedModelError(
+            f"sliding_window={window!r}: the closed form has full attention in all layers. Give the model "
+            "itself"
+        )
     values.update(family)
     _read_experts(values, kind, get)
     if kind == "deepseek_v3":
@@ -296,6 +305,7 @@ def _read_experts(values: dict[str, Any], kind: str, get: Any) -> None:
         values["router_groups"] = get("n_group") or 1
     else:
         return
+    values["normed_choice"] = kind == "mixtral" or bool(get("norm_topk_prob"))
     experts = get("num_local_experts") or get("num_experts") or get("n_routed_experts")
     values.update(
         moe_layers=moe,

@@ -83,6 +83,14 @@ def short(number: float, unit: str = "") -> str:
     return f"{text} {unit}".rstrip()
 
 
+def seconds(duration: float) -> str:
+    """Four digits in a unit that fits."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if duration >= size:
+            return f"{duration / size:.4g} {unit}"
+    return f"{duration * 1e9:.4g} ns"
+
+
 def whole(number: int) -> str:
     """All digits, grouped by three."""
     return f"{number:,}"

@@ -1,9 +1,9 @@
 """Depth-Attention for existing PyTorch decoders, as a graph pass."""
 
-from .api import depthify, explain, restore
+from .api import cost_report, depthify, explain, restore
 from .config import DepthConfig
 from .errors import DepthifyError
 from .report import DepthReport
 
-__all__ = ["DepthConfig", "DepthReport", "DepthifyError", "depthify", "explain", "restore"]
+__all__ = ["DepthConfig", "DepthReport", "DepthifyError", "cost_report", "depthify", "explain", "restore"]
 __version__ = "0.1.0"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from . import huggingface
 from .config import DepthConfig
 from .errors import DepthifyError, OptionError
 from .report import DepthReport
+
+if TYPE_CHECKING:
+    from .cost_model.report import CostReport
 
 Model = TypeVar("Model")
 
@@ -97,6 +100,46 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> DepthReport:
     return dry_run(model, args, kwargs)
 
 
+def cost_report(
+    model_or_config: Any,
+    stride: int | None = None,
+    *,
+    recent_window: int = 0,
+    batch_size: int = 1,
+    seq_len: int = 4096,
+    cache_len: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+) -> CostReport:
+    """What mixing costs: FLOPs, cache bytes and parameters of one call without and with it.
+
+    Args:
+        model_or_config: an ``nn.Module``, whose graph is captured on sizes alone and counted
+        (``model(input_ids)`` must
+            be enough to call it); or what is evaluated in closed form, in well under a second for any size: a
+            transformers config, the name of a preset ("paper-410m", "paper-1.5b", "paper-3b"), a directory
+            with a ``config.json``, a model id, a :class:`depthify.cost_model.shapes.DecoderShape`.
+        stride: None takes the preset's or the config's, else half the layer count.
+        batch_size: sequences. seq_len: new tokens of each. cache_len: tokens of each that are cached already.
+        dtype: of weights, activations and cache.
+
+    Raises:
+        OptionError: an argument is not allowed.
+        UnsupportedModelError: there is no closed form for the config, or the model cannot be captured or
+            mixed, or its graph holds operations that have no FLOP rule.
+    """
+    from .cost_model.report import cost_report as report
+
+    return report(
+        model_or_config,
+        stride,
+        recent_window=recent_window,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        cache_len=cache_len,
+        dtype=dtype,
+    )
+
+
 def _only_for_modules(**given: tuple[Any, Any]) -> None:
     for name, (value, default) in given.items():
         if value != default:
@@ -133,4 +176,4 @@ def _compile_options(backend: Any, mode: Any, options: Any, dynamic: Any) -> dic
     return {"backend": backend, "mode": mode, "options": options, "dynamic": dynamic}
 
 
-__all__ = ["DepthifyError", "depthify", "explain", "restore"]
+__all__ = ["DepthifyError", "cost_report", "depthify", "explain", "restore"]
