@@ -44,7 +44,7 @@ def run_report(args: argparse.Namespace) -> int:
     """Print the report that ``args`` ask for; returns the exit status.
 
     Raises:
-        DepthifyError: an argument cannot be used; the caller prints it and ends with status 2.
+        DepthifyError: an argument cannot be used; the caller prints it.
     """
     import torch
 
