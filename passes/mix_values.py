@@ -103,10 +103,13 @@ def _hint(size: Size) -> int:
     return 1 << 30 if known is None else int(known)
 
 
-def form_of(operand: Operand, site: AttentionSite, order: Sequence[int]) -> Form:
-    """The :class:`Form` of one operand; axes of size 1 that it does not show are added."""
+def form_of(operand: Operand, site: AttentionSite, order: Sequence[int], grouped: bool = False) -> Form:
+    """The :class:`Form` of one operand; axes of size 1 that it does not show are added.
+
+    ``grouped``: the operand is a query, with an axis of query heads per key and value.
+    """
     names = _keys(site)
-    target = [names[i] for i in order] + list(groups(site)) + [AxisRole.FEATURE]
+    target = [names[i] for i in order] + (list(groups(site)) if grouped else []) + [AxisRole.FEATURE]
     splits, drops, shown = [], [], []
     dim = 0
     for axes in operand.layout:
@@ -118,7 +121,7 @@ def form_of(operand: Operand, site: AttentionSite, order: Sequence[int]) -> Form
         dim += max(1, len(axes))
     kept = [name for name in shown if name is not None]
     present = [name for name in target if name in kept]
-    adds = tuple(i for i, name in enumerate(target) if name not in kept and name not in groups(site))
+    adds = tuple(i for i, name in enumerate(target) if name not in kept)
     if sorted(map(id, kept)) != sorted(map(id, present)):
         raise AssertionError(f"{operand.node.name} holds axes {kept}, expected among {target}")
     return Form(tuple(splits), tuple(reversed(drops)), tuple(kept.index(name) for name in present), adds)
@@ -270,7 +273,11 @@ def _mix_layer(
     for node in placement.wait:
         move_before(node, anchor)
 
-    forms = [form_of(operand, site, order) for operand in (score.query, score.key, site.value)]
+    forms = [
+        form_of(score.query, site, order, grouped=True),
+        form_of(score.key, site, order),
+        form_of(site.value, site, order),
+    ]
     group_dims = range(len(order), len(order) + len(groups(site)))
     mixed = [sources[j] for j in layer.sources]
     turns = [_turn(other.order, order) for other in mixed]

@@ -28,8 +28,7 @@ class Attention(nn.Module):
         v = self.v(x).view(batch, length, self.kv_heads, self.size).transpose(1, 2)
         return q, k, v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        causal = q.shape[2] == k.shape[2] and q.shape[2] > 1
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
         return self.o(out.transpose(1, 2).flatten(2))
 
@@ -39,7 +38,7 @@ class Attention(nn.Module):
         q, k, v = self.project(x)
         if past is not None:
             k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
-        return self.attend(q, k, v), (k, v)
+        return self.attend(q, k, v, causal=past is None), (k, v)
 
 
 class Block(nn.Module):

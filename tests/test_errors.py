@@ -110,7 +110,7 @@ class Router(nn.Module):
 class Bidirectional(Attention):
     mask: Tensor | None = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
         mask = None
         if self.mask is not None:
             mask = self.mask[:, None, None, :].expand(-1, 1, q.shape[2], -1)
