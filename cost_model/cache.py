@@ -22,7 +22,8 @@ def value_cache_bytes(site: AttentionSite, instead: Mapping[Node, Node] | None =
     change of the value.
 
     Args:
-        instead: nodes to take the size of others for: ``{value: raw}`` gives the cache before a rewrite.
+        instead: nodes to take the size of, for others and views of these: ``{value: raw}`` gives the cache
+            before a rewrite, ``{value: value}`` after it, whatever the views' own metadata says.
     """
     return _state_bytes(site.cache_writes, instead or {})
 

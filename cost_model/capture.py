@@ -189,8 +189,9 @@ def _name_of(length: torch.SymInt, tokens: torch.Tensor, cache_len: int) -> symp
 
 
 def _not_captured(model: nn.Module, error: Exception) -> UnsupportedModelError:
+    cause = " ".join(str(error).partition("Hint:")[0].split()) or type(error).__name__
+    cause = cause if len(cause) <= 600 else f"{cause[:300]} ... {cause[-300:]}"
     return UnsupportedModelError(
-        f"{type(model).__name__} cannot be captured in one graph from model(input_ids): "
-        f"{str(error).splitlines()[0] if str(error) else type(error).__name__}. Give its config instead, "
-        "for the closed form"
+        f"{type(model).__name__} cannot be captured in one graph from model(input_ids): {cause}. Give its "
+        "config instead, for the closed form"
     )

@@ -98,8 +98,8 @@ def _same_cache(done: Sequence[Mixed]) -> Count:
         site = layer.layer.site
         if layer.raw is None:
             raise AssertionError(f"layer {layer.layer.depth} is not mixed")
-        old = value_cache_bytes(site, {site.value.node: layer.raw})
-        now = value_cache_bytes(site)
+        value = site.value.node
+        old, now = (value_cache_bytes(site, {value: node}) for node in (layer.raw, value))
         if old != now:
             raise AssertionError(
                 f"mixing changed the cache of {describe(site.output)} from {old} to {now} bytes"

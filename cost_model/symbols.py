@@ -11,7 +11,8 @@ One convention everywhere, in the closed forms and in the count of a graph:
 - Causal attention is counted twice, and the two are named apart: *executed* is every pair of a query and a
   key, masked ones included; *needed* leaves out the T (T - 1) / 2 pairs per head that the mask removes.
 - Training is three times the forward pass: two products per product in the backward pass (Kaplan et al.,
-  arXiv 2001.08361, section 2.1). Recomputation is not counted.
+  arXiv 2001.08361, section 2.1). Recomputation is not counted. For the mixture, which is elementwise, 3 is on
+  the safe side: its traced forward and backward come to 2.4.
 """
 
 from __future__ import annotations
