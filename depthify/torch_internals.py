@@ -114,7 +114,7 @@ def is_whole_capture() -> bool:
         return False
     # Between the backend and the call of the compiled function there may be torch's own frames only. A user's
     # frame in between runs as Python: Dynamo gave up on it and compiles what it calls piece by piece.
-    frame = sys._getframe(1)
+    frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name == "torch._dynamo.eval_frame":

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from torch.fx import Node
 
 from .nodes import Size, dimension, dtype_of, is_tensor, quotient, same_size, shape_of
-from .ops import Role, arguments, numbers, op_of
+from .ops import Role, arguments, numbers, op_of, switched_off
 
 
 class AxisRole(Enum):
@@ -245,6 +245,8 @@ def step_back(node: Node, layout: Layout, axes: Axes) -> Step | None:
     match op.role:
         case Role.COPY | Role.CAST:
             return Step(source, layout)
+        case Role.DROPOUT:
+            return Step(source, layout) if switched_off(node) else None
         case Role.PERMUTE:
             order = _permutation(op.name, bound, rank)
             if order is None:

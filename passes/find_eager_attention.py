@@ -75,7 +75,7 @@ def _to_softmax(walk: _Walk, axes: Axes, length: Axis) -> _Walk | None:
             exponent, dim = softmax
             over = axes.leaves(walk.layout[dimension(dim, len(walk.layout))])
             return replace(walk, node=exponent) if over == axes.leaves((length,)) else None
-        if op.role in (Role.MULTIPLY, Role.DIVIDE, Role.ADD, Role.MASK):
+        if op.role in (Role.MULTIPLY, Role.DIVIDE, Role.ADD, Role.MASK, Role.DROPOUT):
             data = arguments(node).get("input")
             if not isinstance(data, Node) or not is_tensor(data) or len(shape_of(data)) != len(walk.layout):
                 return None

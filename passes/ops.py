@@ -29,6 +29,7 @@ class Role(Enum):
     EXPAND = auto()  # repeats along dimensions of size 1
     REPEAT = auto()  # copies along a dimension
     COPY = auto()  # same values, same shape, same dtype
+    DROPOUT = auto()  # a copy where it is switched off
     CAST = auto()  # same values in another dtype, device or layout
     INDEX = auto()  # x[...]
     SLICE = auto()  # part of one dimension
@@ -108,11 +109,8 @@ _rows(
 _rows(Role.EXPAND, "expand|expand_as|broadcast_to input *sizes", aliases=True)
 _rows(Role.REPEAT, "repeat_interleave input repeats dim", "repeat|tile input *repeats")
 _rows(Role.COPY, "detach|alias|lift_fresh|view_as_real_copy|requires_grad_ input", aliases=True)
-_rows(
-    Role.COPY,
-    "contiguous|clone input",
-    "dropout|dropout_|native_dropout|alpha_dropout|feature_dropout input p training",
-)
+_rows(Role.COPY, "contiguous|clone input")
+_rows(Role.DROPOUT, "dropout|dropout_|native_dropout|alpha_dropout|feature_dropout input p training")
 _rows(
     Role.CAST,
     "to|type|_to_copy|convert_element_type input *target",
@@ -321,6 +319,12 @@ def mutated(node: Node) -> tuple[Node, ...]:
     return tuple(x for x in found if isinstance(x, Node)) if found else ()
 
 
+def switched_off(node: Node) -> bool:
+    """Whether a dropout changes nothing: evaluation, or probability 0."""
+    bound = arguments(node)
+    return bound.get("training", True) is False or bound.get("p", 0.5) == 0
+
+
 def pure(node: Node) -> bool:
     """Whether moving ``node`` past unrelated operations changes nothing: no mutation, no randomness, no
     side effect."""
@@ -329,9 +333,8 @@ def pure(node: Node) -> bool:
     op = op_of(node)
     if op is None or op.role is Role.RANDOM or mutated(node):
         return False
-    if "dropout" in op.name:
-        bound = arguments(node)
-        return bound.get("training", True) is False or bound.get("p", 0.5) == 0
+    if op.role is Role.DROPOUT:
+        return switched_off(node)
     if op.role is Role.ATTENTION:
         return arguments(node).get("dropout_p", 0.0) == 0
     return True

@@ -14,7 +14,7 @@ from torch.fx import Node
 from ..errors import UnsupportedModelError
 from .dataflow import Dataflow
 from .nodes import describe, is_number
-from .ops import Role, arguments, has_role, mutated, pure
+from .ops import Role, arguments, has_role, pure
 from .order_layers import Layer
 from .sites import AttentionSite
 
@@ -24,6 +24,7 @@ _VIEWS = (
     Role.EXPAND,
     Role.REPEAT,
     Role.COPY,
+    Role.DROPOUT,
     Role.CAST,
     Role.INDEX,
     Role.SLICE,
@@ -90,7 +91,7 @@ def _readers(site: AttentionSite, flow: Dataflow) -> tuple[list[Node], list[Node
                 uses[user] = None
             elif user in site.cache_writes or (has_role(user, Role.JOIN) and user in site.value_path):
                 uses[user] = None
-            elif has_role(user, *_VIEWS) and not mutated(user):
+            elif has_role(user, *_VIEWS) and pure(user):
                 views[user] = None
                 todo.append(user)
             else:

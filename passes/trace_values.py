@@ -76,7 +76,8 @@ def trace(operand: Operand, axes: Axes, flow: Dataflow, at: Node, tokens: Size) 
     while True:
         layout = _resized(node, layout)
         here = result.operand = Operand(node, layout)
-        written = flow.writes(node, time)
+        # A view taken after a change holds it already; what matters is a change after the node was made.
+        written = [w for w in flow.writes(node, time) if flow.position[w] >= flow.position[node]]
         if written and not has_role(written[-1], Role.WRITE):
             if is_state(flow.root(node), flow):
                 result.problem = (
