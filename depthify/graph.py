@@ -3,35 +3,48 @@
 from __future__ import annotations
 
 import copy
-from typing import TypeVar
+from typing import Any
 
-import torch
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from .config import DepthConfig
 from .errors import UnsupportedModelError
 
-Program = TypeVar("Program")
 
-
-def rewrite(program: Program, config: DepthConfig) -> Program:
+def rewrite(program: Any, config: DepthConfig) -> Any:
     """Mix a captured program; returns a new object of the same kind, the given one is left as it is.
+
+    Weights are shared, not copied.
 
     Raises:
         UnsupportedModelError: the graph carries no shapes, or holds no attention that can be mixed correctly.
     """
+    if isinstance(program, GraphModule):
+        return _rewritten(program, config)
+    return ExportedProgram(
+        root=(module := _rewritten(program.graph_module, config)),
+        graph=module.graph,
+        graph_signature=copy.deepcopy(program.graph_signature),
+        state_dict=program.state_dict,
+        range_constraints=copy.deepcopy(program.range_constraints),
+        module_call_graph=copy.deepcopy(program.module_call_graph),
+        example_inputs=program.example_inputs,
+        constants=program.constants,
+        verifiers=program.verifiers,
+    )
+
+
+def _rewritten(module: GraphModule, config: DepthConfig) -> GraphModule:
     from .passes import mix_graph
 
-    # A copy, so that a refusal half way cannot leave the caller's program half rewritten.
-    result = copy.deepcopy(program)
-    module = result if isinstance(result, GraphModule) else result.graph_module
     if not any("example_value" in node.meta or "val" in node.meta for node in module.graph.nodes):
         raise UnsupportedModelError(
             "the graph carries no shapes. Capture it with torch.compile or torch.export, or run "
             "torch.fx.passes.fake_tensor_prop.FakeTensorProp over it"
         )
-    mix_graph(module.graph, config)
-    module.recompile()
-    if isinstance(result, torch.export.ExportedProgram):
-        result.validate()
+    result = GraphModule(module, copy.deepcopy(module.graph), type(module).__name__)
+    result.meta = copy.copy(module.meta)
+    mix_graph(result.graph, config)
+    result.recompile()
     return result
