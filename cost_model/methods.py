@@ -12,7 +12,7 @@ import sympy
 from .decoder import TOKENS, Cost, norm_flops
 from .flops import SOFTMAX_PER_PAIR
 from .shapes import DecoderShape
-from .symbols import B, Hkv, Hq, L, N, T, d, dilation, dk, dv, n, period, s, w
+from .symbols import B, Hkv, Hq, L, N, T, at, d, dilation, dk, dv, n, period, s, w
 
 Expr = sympy.Expr
 
@@ -112,11 +112,11 @@ def shorthand_factors(shape: DecoderShape, stride: int, window: int = 0) -> dict
     - "rest": mean query, softmax, and what the sum of values saves
     """
     values = {**shape.values(), s: stride, w: window}
-    per_layer = depth_attention(shape).executed.subs({B: 1}).subs(values) / shape.layers
-    reads = (sources_in_all() + L - 1).subs(values) / sympy.Integer(shape.layers)
+    per_layer = at(depth_attention(shape).executed, {**values, B: 1}) / shape.layers
+    reads = at(sources_in_all() + L - 1, values) / sympy.Integer(shape.layers)
     first = reads * stride
     heads = sympy.Rational(shape.kv_heads * (shape.key_size + shape.value_size), 2 * shape.width)
-    whole = sympy.simplify(per_layer / shorthand().subs(values))
+    whole = sympy.simplify(per_layer / at(shorthand(), values))
     return {
         "sources": first,
         "two products": sympy.Integer(2),

@@ -53,10 +53,10 @@ def plot_report(report: CostReport, path: str | os.PathLike[str]) -> None:
 def _draw_strides(report: CostReport, axes: Any) -> None:
     shape = report._known_shape("plot()")
     sizes = {**shape.values(), S.B: report.batch_size, S.T: report.seq_len}
-    extra = depth_attention(shape).executed.subs(sizes)
+    extra = S.at(depth_attention(shape).executed, sizes)
     strides = list(range(1, report.layers + 1))
     for window, color in zip(_WINDOWS, _LINES, strict=True):
-        shares = [float(extra.subs({S.s: stride, S.w: window})) / report.flops_before for stride in strides]
+        shares = [float(S.at(extra, {S.s: stride, S.w: window})) / report.flops_before for stride in strides]
         axes.plot(strides, [100 * share for share in shares], color=color, label=f"recent window {window}")
     axes.plot([report.stride], [100 * report.flops_overhead], "o", color=_INK, label="this report")
     _finish(axes, "stride", "Overhead over stride")
@@ -66,14 +66,15 @@ def _draw_lengths(report: CostReport, axes: Any) -> None:
     shape = report._known_shape("plot()")
     base = vanilla(shape)
     sizes = {**shape.values(), S.B: report.batch_size, S.C: 0}
-    extra = depth_attention(shape).executed.subs({**sizes, S.s: report.stride, S.w: report.recent_window})
+    mixing = {**sizes, S.s: report.stride, S.w: report.recent_window}
+    extra = S.at(depth_attention(shape).executed, mixing)
     rows = (
         ("all pairs; also one token after so many", base.executed, "-"),
         ("causal pairs only", base.needed, "--"),
     )
     for (label, flops, style), color in zip(rows, _LINES, strict=False):
-        share = extra / flops.subs(sizes)
-        shares = [100 * float(share.subs(S.T, tokens)) for tokens in _LENGTHS]
+        share = extra / S.at(flops, sizes)
+        shares = [100 * float(S.at(share, {S.T: tokens})) for tokens in _LENGTHS]
         axes.plot(_LENGTHS, shares, style, color=color, label=label)
     if not report.cache_len:
         axes.plot([report.seq_len], [100 * report.flops_overhead], "o", color=_INK, label="this report")

@@ -73,7 +73,7 @@ class CostReport:
     notes: tuple[str, ...] = field(default=())
 
     def _value(self, name: str) -> int:
-        return int(self.expressions[name].subs(self._sizes))
+        return int(S.at(self.expressions[name], self._sizes))
 
     @property
     def _sizes(self) -> dict[sympy.Symbol, int]:
@@ -130,22 +130,26 @@ class CostReport:
         Raises:
             UnsupportedModelError: the report was counted from a model whose config has no closed form.
         """
+        return self._methods
+
+    @cached_property
+    def _methods(self) -> tuple[MethodCost, ...]:
         shape = self._known_shape("compare()")
         result = []
         for cost, setting in all_methods(shape):
             values = {**shape.values(), S.s: self.stride, S.w: self.recent_window, **setting}
             here = {**values, **self._sizes}
-            flops = int(cost.executed.subs(here).doit())
+            flops = int(S.at(cost.executed, here))
             result.append(
                 MethodCost(
                     _method_name(cost, setting),
                     cost.source,
-                    int(cost.parameters.subs(values).doit()),
+                    int(S.at(cost.parameters, values)),
                     flops,
                     flops / self.flops_before,
-                    int(cost.training.subs(here).doit()),
-                    int(cost.state.subs(here)) * self.dtype.itemsize,
-                    int(cost.live.subs(values)) * self.dtype.itemsize,
+                    int(S.at(cost.training, here)),
+                    int(S.at(cost.state, here)) * self.dtype.itemsize,
+                    int(S.at(cost.live, values)) * self.dtype.itemsize,
                 )
             )
         return tuple(result)
@@ -320,10 +324,10 @@ def _closed_form(shape: DecoderShape, config: DepthConfig, call: dict[str, Any])
     config = _resolve(config, shape)
     base, mixing = vanilla(shape), depth_attention(shape)
     values = {**shape.values(), S.s: config.stride, S.w: config.recent_window}
-    extra = mixing.executed.subs(values)
-    before, needed = base.executed.subs(values), base.needed.subs(values)
-    cache = base.state.subs(values) * call["dtype"].itemsize
-    parameters = base.parameters.subs(values)
+    extra = S.at(mixing.executed, values)
+    before, needed = S.at(base.executed, values), S.at(base.needed, values)
+    cache = S.at(base.state, values) * call["dtype"].itemsize
+    parameters = S.at(base.parameters, values)
     notes = ()
     if shape.latent:
         notes = (

@@ -12,7 +12,7 @@ import sympy
 from .decoder import Cost
 from .methods import sources_in_all
 from .shapes import DecoderShape
-from .symbols import B, Hkv, Hq, L, T, V, d, dk, dv, e
+from .symbols import B, Hkv, Hq, L, T, V, at, d, dk, dv, e
 
 BANDWIDTH = 4.8e12
 """Bytes per second of an H200's memory (NVIDIA's data sheet)."""
@@ -70,11 +70,11 @@ def estimate(
         values: B, T, C, the stride, the window and the bytes per element.
     """
     values = {**shape.values(), **values}
-    read, written = (int(f.subs(values)) for f in (bytes_read(), bytes_written()))
-    extra = int(mixing.executed.subs(values))
+    read, written = (int(at(f, values)) for f in (bytes_read(), bytes_written()))
+    extra = int(at(mixing.executed, values))
     mix = max((read + written) / bandwidth, extra / flop_rate)
     table = 0 if shape.tied else V * d  # an embedding reads single rows
-    moved = int(((base.parameters - table + base.state) * e).subs(values))
-    step = max(int(base.executed.subs(values)) / flop_rate, moved / bandwidth)
+    moved = int(at((base.parameters - table + base.state) * e, values))
+    step = max(int(at(base.executed, values)) / flop_rate, moved / bandwidth)
     mixed = max(1, shape.layers - 1)
     return Roofline(read // mixed, written // mixed, mix, step, bandwidth, flop_rate)

@@ -17,6 +17,8 @@ One convention everywhere, in the closed forms and in the count of a graph:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import sympy
 
 
@@ -66,3 +68,10 @@ dilation, period = _positive("k_D p_D")
 
 e = sympy.Symbol("e", positive=True)
 """Bytes per element."""
+
+
+def at(expression: sympy.Expr, values: Mapping[sympy.Symbol, int]) -> sympy.Expr:
+    """``expression`` with sizes filled in: ``subs`` at once instead of one symbol after the other, and sums
+    computed."""
+    filled = expression.xreplace({symbol: sympy.Integer(value) for symbol, value in values.items()})
+    return filled.doit() if filled.has(sympy.Sum) else filled

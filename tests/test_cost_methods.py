@@ -29,9 +29,9 @@ def test_number_of_sources(layers: int, stride: int, window: int) -> None:
     config = DepthConfig(stride=stride, recent_window=window)
     counts = [len(config.sources(layer)) for layer in range(layers)]
     values = {S.L: layers, S.s: stride, S.w: window}
-    assert methods.sources_in_all().subs(values) == sum(counts)
-    assert methods.layers_with_one_source().subs(values) == counts.count(1)
-    assert [methods.sources_of_layer(sympy.Integer(i)).subs(values) for i in range(layers)] == counts
+    assert S.at(methods.sources_in_all(), values) == sum(counts)
+    assert S.at(methods.layers_with_one_source(), values) == counts.count(1)
+    assert [S.at(methods.sources_of_layer(sympy.Integer(i)), values) for i in range(layers)] == counts
 
 
 def counted(function: Callable[..., object], *args: object) -> int:
