@@ -5,14 +5,16 @@ Everything is decided for all sizes the graph is valid for, from polynomials in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 import sympy
-from torch.fx import Graph, Node
+from torch.fx import Node
+from torch.nn import Parameter
 
 from ..errors import BudgetError
+from ..passes.dataflow import Dataflow
 from ..passes.mix_values import Mixed
 from ..passes.nodes import describe, value_of
 from ..passes.ops import op_name
@@ -49,15 +51,16 @@ class RewriteCost:
 
 
 def check_rewrite(
-    graph: Graph, mixed: Sequence[dict[int, Mixed]], budget: float | None = None, start: Node | None = None
+    flow: Dataflow, mixed: Sequence[dict[int, Mixed]], budget: float | None = None
 ) -> RewriteCost:
-    """Check what was inserted into ``graph``.
+    """Check what was inserted into a graph.
 
     Args:
+        flow: the program as it was before the rewrite.
         mixed: what :func:`depthify.passes.mix_values.mix_stack` returned, per stack.
-        budget: the largest allowed part of the FLOPs of the graph after ``start``, for all batch sizes and
-            numbers of tokens of at least 1 and any cache length. None: :data:`DEFAULT_BUDGET`, or
-            :data:`FREE_FLOPS_PER_TOKEN` where that is more.
+        budget: the largest allowed part of the program's FLOPs, for all batch sizes and numbers of tokens of
+            at least 1 and any cache length. None: :data:`DEFAULT_BUDGET`, or :data:`FREE_FLOPS_PER_TOKEN`
+            where that is more.
 
     Raises:
         BudgetError: mixing adds more arithmetic than allowed, or whether it does cannot be decided.
@@ -65,39 +68,35 @@ def check_rewrite(
             a fault of depthify.
     """
     layers = [layer for stack in mixed for layer in stack.values()]
-    done = [layer for layer in layers if layer.raw is not None]
-    new = {node for layer in layers for node in layer.inserted} - {layer.raw for layer in done}
-    new |= {layer.layer.site.value.node for layer in done}
-    _no_parameters(new)
-    cached = _same_cache(done)
+    raw = {layer.layer.site.value.node: layer.raw for layer in layers if layer.raw is not None}
+    new = {node: None for layer in layers for node in layer.inserted if node is not layer.raw}
+    new |= dict.fromkeys(raw)
+    _no_parameters(new, flow)
+    cached = _same_cache(layers)
     added = count_nodes(new)
-    own = count_nodes((node for node in _after(graph, start) if node not in new), unknown="zero")
+    calls = {call.node for call in getattr(flow, "calls", {}).values()}  # their bodies are in flow.nodes
+    own = count_nodes((raw.get(node, node) for node in flow.nodes if node not in calls), unknown="zero")
     names = sorted({op_name(node) or str(node.target) for node in own.unknown})
     cost = RewriteCost(own.flops.executed, added.flops.executed, cached, tuple(names))
     tokens = sum(_tokens(next(iter(stack.values()))) for stack in mixed if stack)
-    _within(cost, tokens, budget, [node for node in graph.nodes if node in added.by_node])
+    _within(cost, tokens, budget, list(added.by_node))
     return cost
 
 
-def _after(graph: Graph, start: Node | None) -> Iterator[Node]:
-    node = start.next if start is not None else next(iter(graph.nodes))
-    while node.op != "root":
-        yield node
-        node = node.next
-
-
-def _no_parameters(new: set[Node]) -> None:
+def _no_parameters(new: Iterable[Node], flow: Dataflow) -> None:
     for node in new:
-        if node.op in ("placeholder", "get_attr"):
+        # A source that enters the body of a checkpoint is a placeholder there; the program's own inputs stay.
+        given = node.op == "placeholder" and node.graph is flow.graph
+        if given or node.op == "get_attr" or isinstance(value_of(node), Parameter):
             raise AssertionError(f"mixing added {node.op} {node.name}: {value_of(node)}")
 
 
-def _same_cache(done: Sequence[Mixed]) -> Count:
+def _same_cache(layers: Iterable[Mixed]) -> Count:
     after: Count = 0
-    for layer in done:
-        site = layer.layer.site
+    for layer in layers:
         if layer.raw is None:
-            raise AssertionError(f"layer {layer.layer.depth} is not mixed")
+            continue
+        site = layer.layer.site
         value = site.value.node
         old, now = (value_cache_bytes(site, {value: node}) for node in (layer.raw, value))
         if old != now:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,7 +55,7 @@ class GraphCount:
 
 
 def count_nodes(nodes: Iterable[Node], unknown: Literal["error", "zero"] = "error") -> GraphCount:
-    """Count ``nodes``.
+    """Count ``nodes``, and for a node that runs another graph, that graph's nodes.
 
     Args:
         unknown: what an operation without a rule is, an error or 0.
@@ -65,10 +65,8 @@ def count_nodes(nodes: Iterable[Node], unknown: Literal["error", "zero"] = "erro
     """
     by_node: dict[Node, Flops] = {}
     missing: list[Node] = []
-    for node in nodes:
+    for node in _flat(nodes):
         flops = node_flops(node)
-        if flops is None:
-            flops = _inner(node, unknown)
         if flops is None:
             missing.append(node)
         elif flops != (0, 0, 0):
@@ -123,8 +121,17 @@ def _masked(site: AttentionSite, count: GraphCount) -> Count:
     return masked_pairs(product(shape_of(query)[:-1]), size(site.tokens)) * (products + SOFTMAX_PER_PAIR)
 
 
-def _inner(node: Node, unknown: Literal["error", "zero"]) -> Flops | None:
-    """The FLOPs of the graph that ``node`` runs; None where it runs none, or one that is not at hand."""
+def _flat(nodes: Iterable[Node]) -> Iterator[Node]:
+    """``nodes``, with the nodes of the graph that a node runs in place of that node, where it is at hand."""
+    for node in nodes:
+        body = _body(node)
+        if body is None:
+            yield node
+        else:
+            yield from _flat(body.graph.nodes)
+
+
+def _body(node: Node) -> GraphModule | None:
     if getattr(node.target, "__name__", "") not in _HOLDS_A_GRAPH:
         return None
     owner = node.graph.owning_module
@@ -132,7 +139,7 @@ def _inner(node: Node, unknown: Literal["error", "zero"]) -> Flops | None:
         if isinstance(argument, Node) and argument.op == "get_attr" and owner is not None:
             body = getattr(owner, str(argument.target), None)
             if isinstance(body, GraphModule):
-                return count_nodes(body.graph.nodes, unknown).flops
+                return body
     return None
 
 

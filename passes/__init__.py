@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from ..config import DepthConfig
+from .dataflow import Dataflow
 from .find_sites import Findings, find_sites
 from .mix_values import Mixed, mix_stack
 from .order_layers import Stack, order_layers
 from .placement import place
+from .subgraphs import Bodies, Threads, own_bodies
 from .verify import snapshot, verify
 
 
@@ -24,16 +26,23 @@ class Result:
     """Sources and mixed layers by depth, one dictionary per stack."""
 
 
-def plan(graph: Graph, config: DepthConfig, start: Node | None = None) -> tuple[Findings, list[Stack]]:
+def plan(
+    graph: Graph, config: DepthConfig, start: Node | None = None, bodies: Bodies | None = None
+) -> tuple[Findings, list[Stack]]:
     """Find and order the layers after ``start``; changes nothing."""
-    findings = find_sites(graph, start)
+    findings = find_sites(graph, start, bodies)
     return findings, order_layers(findings, config)
 
 
-def mix_graph(graph: Graph, config: DepthConfig, start: Node | None = None) -> Result:
+def mix_graph(
+    graph: Graph, config: DepthConfig, start: Node | None = None, bodies: Bodies | None = None
+) -> Result:
     """Rewrite the part of ``graph`` after ``start`` in place.
 
-    All that can be refused is refused before the first change.
+    All that can be refused is refused before the first value is changed.
+
+    Args:
+        bodies: where the bodies of higher-order operations are found; None if the graph has none.
 
     Raises:
         UnsupportedModelError: see :func:`order_layers` and :func:`place`.
@@ -41,10 +50,15 @@ def mix_graph(graph: Graph, config: DepthConfig, start: Node | None = None) -> R
     """
     from ..cost_model.check import check_rewrite  # which imports from this package
 
-    findings, stacks = plan(graph, config, start)
+    if bodies is not None:
+        own_bodies(graph, bodies, start)
+    findings, stacks = plan(graph, config, start, bodies)
     placements = {layer: place(layer, findings.flow) for stack in stacks for layer in stack.layers}
-    before = snapshot(graph)
-    mixed = [mix_stack(graph, stack, placements) for stack in stacks]
-    verify(graph, before, mixed, start)
-    check_rewrite(graph, mixed, config.budget, start)
+    before = snapshot(findings.flow.graphs)
+    threads = Threads(findings.flow.calls)
+    mixed = [mix_stack(stack, placements, threads) for stack in stacks]
+    verify(Dataflow(graph, start, bodies), before, mixed, threads)
+    check_rewrite(findings.flow, mixed, config.budget)
+    for call in findings.flow.calls.values():
+        call.body.recompile()
     return Result(findings, stacks, mixed)

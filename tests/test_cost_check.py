@@ -50,7 +50,7 @@ def test_cost_of_a_rewrite_is_the_difference_of_counts() -> None:
     before = count_graph(module.graph).flops.executed
     result = mix_graph(module.graph, DepthConfig(stride=1, budget=float("inf")))
     after = count_graph(module.graph).flops.executed
-    cost = check_rewrite(module.graph, result.mixed, float("inf"))
+    cost = check_rewrite(result.findings.flow, result.mixed, float("inf"))
     assert named(cost.before, names).expand() == named(before, names).expand()
     assert named(cost.extra, names).expand() == named(after - before, names).expand()
     assert cost.extra != 0 and cost.uncounted == ()
@@ -60,19 +60,19 @@ def test_decided_for_all_sizes_not_at_one() -> None:
     """Attention grows with the length and the mixture's share falls: it is largest for one token."""
     module, names = captured(Decoder(), length=300)
     result = mix_graph(module.graph, DepthConfig(stride=1, budget=float("inf")))
-    cost = check_rewrite(module.graph, result.mixed, float("inf"))
+    cost = check_rewrite(result.findings.flow, result.mixed, float("inf"))
     share = named(cost.extra, names) / named(cost.before, names)
     long, short = (float(share.subs({S.B: 2, S.T: t})) for t in (300, 1))
     assert long < short / 2
     budget = (long + short) / 2
     with pytest.raises(BudgetError, match="mixing adds more arithmetic") as caught:
-        check_rewrite(module.graph, result.mixed, budget)
+        check_rewrite(result.findings.flow, result.mixed, budget)
     text = str(caught.value)
     symbols = {str(value): str(key) for key, value in names.items()}
     assert f"{symbols['T']} = 1" in text and "on top of" in text
     assert str(to_sympy(cost.extra)) in text and str(to_sympy(cost.before)) in text
     assert any(node.name in text for node in module.graph.nodes if node.meta.get("depthify") is not None)
-    check_rewrite(module.graph, result.mixed, short * 1.001)
+    check_rewrite(result.findings.flow, result.mixed, short * 1.001)
 
     fixed = grab(Decoder(), torch.zeros(2, 300, dtype=torch.long))
     mix_graph(fixed.graph, DepthConfig(stride=1, budget=budget))  # this graph is for 300 tokens only
@@ -83,7 +83,7 @@ def test_default_budget_leaves_small_models_alone() -> None:
     module, _ = captured(Decoder())
     result = mix_graph(module.graph, DepthConfig(stride=1))
     with pytest.raises(BudgetError):
-        check_rewrite(module.graph, result.mixed, 0.01)
+        check_rewrite(result.findings.flow, result.mixed, 0.01)
 
 
 def test_default_budget_refuses_what_costs() -> None:
@@ -141,11 +141,11 @@ def test_unknown_operation_is_an_error_in_a_count_and_not_in_a_rewrite() -> None
     partial = count_graph(module.graph, unknown="zero")
     assert [str(node.target) for node in partial.unknown] == ["depthify_tests.halve.default"]
     result = mix_graph(module.graph, DepthConfig(stride=1))
-    cost = check_rewrite(module.graph, result.mixed, float("inf"))
+    cost = check_rewrite(result.findings.flow, result.mixed, float("inf"))
     assert cost.before == partial.flops.executed
     assert any("halve" in name for name in cost.uncounted)
     with pytest.raises(BudgetError, match="without a FLOP rule count as 0 here: .*halve"):
-        check_rewrite(module.graph, result.mixed, 1e-6)
+        check_rewrite(result.findings.flow, result.mixed, 1e-6)
 
 
 def test_a_new_parameter_is_noticed() -> None:
@@ -155,7 +155,7 @@ def test_a_new_parameter_is_noticed() -> None:
     layer = result.mixed[0][1]
     result.mixed[0][1] = dataclasses.replace(layer, inserted=(*layer.inserted, weight))
     with pytest.raises(AssertionError, match="mixing added placeholder"):
-        check_rewrite(module.graph, result.mixed, float("inf"))
+        check_rewrite(result.findings.flow, result.mixed, float("inf"))
 
 
 class Cached(nn.Module):
@@ -184,13 +184,13 @@ def test_a_cache_byte_is_noticed() -> None:
     past = [(torch.zeros(2, 2, 4, 8), torch.zeros(2, 2, 4, 8)) for _ in range(3)]
     module = grab(Cached(), torch.zeros(2, 1, 16), past)
     result = mix_graph(module.graph, DepthConfig(stride=1))
-    cost = check_rewrite(module.graph, result.mixed)
+    cost = check_rewrite(result.findings.flow, result.mixed)
     assert cost.cache_bytes == 2 * (2 * 2 * (4 + 1) * 8 * 4)  # the values of two mixed layers
     value = result.mixed[0][1].layer.site.value.node
     key = "example_value"
     value.meta[key] = value.meta[key].double()
     with pytest.raises(AssertionError, match="mixing changed the cache of .* from 640 to 768 bytes"):
-        check_rewrite(module.graph, result.mixed)
+        check_rewrite(result.findings.flow, result.mixed)
 
 
 def test_a_check_costs_little() -> None:
@@ -204,7 +204,7 @@ def test_a_check_costs_little() -> None:
 
 def _seconds(module: GraphModule, result: object) -> float:
     start = time.perf_counter()
-    check_rewrite(module.graph, result.mixed)  # type: ignore[attr-defined]
+    check_rewrite(result.findings.flow, result.mixed)  # type: ignore[attr-defined]
     return time.perf_counter() - start
 
 
