@@ -36,6 +36,7 @@ def depthify_backend(
     try:
         config, inner = _read_options(dict(options or {}), mode)
         from .passes import mix_graph
+        from .passes.subgraphs import ModuleBodies
 
         if not is_whole_capture():
             raise NotMixedError(
@@ -45,7 +46,7 @@ def depthify_backend(
                 "compile a "
                 "smaller function, or use depthify(model), which captures the model on its own"
             )
-        mix_graph(graph_module.graph, config)
+        mix_graph(graph_module.graph, config, bodies=ModuleBodies(graph_module))
     except DepthifyError as error:
         raise refusal_during_trace(error) from None
     graph_module.recompile()

@@ -37,6 +37,7 @@ def rewrite(program: Any, config: DepthConfig) -> Any:
 
 def _rewritten(module: GraphModule, config: DepthConfig) -> GraphModule:
     from .passes import mix_graph
+    from .passes.subgraphs import ModuleBodies
 
     if not any("example_value" in node.meta or "val" in node.meta for node in module.graph.nodes):
         raise UnsupportedModelError(
@@ -45,6 +46,17 @@ def _rewritten(module: GraphModule, config: DepthConfig) -> GraphModule:
         )
     result = GraphModule(module, copy.deepcopy(module.graph), type(module).__name__)
     result.meta = copy.copy(module.meta)
-    mix_graph(result.graph, config)
+    _own_bodies(result)
+    mix_graph(result.graph, config, bodies=ModuleBodies(result))
     result.recompile()
     return result
+
+
+def _own_bodies(module: GraphModule) -> None:
+    """Copy the bodies of higher-order operations, so that the given program keeps its own."""
+    for name, child in list(module.named_children()):
+        if isinstance(child, GraphModule):
+            body = GraphModule(child, copy.deepcopy(child.graph), type(child).__name__)
+            body.meta = copy.copy(child.meta)
+            setattr(module, name, body)
+            _own_bodies(body)

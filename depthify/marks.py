@@ -14,14 +14,15 @@ from torch._dynamo.comptime import ComptimeContext, comptime
 from torch.fx import Graph, Node
 
 from .errors import DepthifyError, NotMixedError
-from .torch_internals import refusal_during_trace, traced_graphs
+from .torch_internals import TracedBodies, refusal_during_trace, traced_graphs
 
 _begun: weakref.WeakKeyDictionary[Graph, list[Node | None]] = weakref.WeakKeyDictionary()
 _rewriters: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 def register(key: str, state: Any) -> None:
-    """Name the object whose ``rewrite(graph, start)`` runs at the end mark; only strings pass through a
+    """Name the object whose ``rewrite(graph, start, bodies)`` runs at the end mark; only strings pass
+    through a
     trace."""
     _rewriters[key] = state
 
@@ -38,7 +39,7 @@ def _end(context: ComptimeContext) -> None:
     try:
         if not starts:
             raise NotMixedError(_cut_text(_rewriters[key].name))
-        _rewriters[key].rewrite(graph, starts.pop())
+        _rewriters[key].rewrite(graph, starts.pop(), TracedBodies(context))
     except DepthifyError as error:
         raise refusal_during_trace(error) from None
 

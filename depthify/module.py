@@ -12,7 +12,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from .config import DepthConfig
 from .errors import NotMixedError, OptionError
 from .report import DepthReport, report_of
 from .torch_internals import compile_keywords, own_code
+
+if TYPE_CHECKING:
+    from .passes.subgraphs import Bodies
 
 log = logging.getLogger(__name__)
 
@@ -55,14 +58,14 @@ class State:
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         return State(self.name, self.config, self.compile_options)
 
-    def rewrite(self, graph: Graph, start: Node | None) -> None:
+    def rewrite(self, graph: Graph, start: Node | None, bodies: Bodies) -> None:
         """Called at the end mark, while Dynamo traces."""
         from .passes import mix_graph, plan
 
         if self.on_report is not None:
-            self.on_report(report_of(*plan(graph, self.config, start)))
+            self.on_report(report_of(*plan(graph, self.config, start, bodies)))
             raise NotMixedError("dry run: the capture ends here")
-        result = mix_graph(graph, self.config, start)
+        result = mix_graph(graph, self.config, start, bodies)
         report = report_of(result.findings, result.stacks)
         if self.report is not None:
             _check_same(self.name, self.report, report)
@@ -104,12 +107,14 @@ def _check_same(name: str, before: DepthReport, now: DepthReport) -> None:
     if len(now.layers) != len(before.layers):
         missing = sorted({x.module for x in before.layers} ^ {x.module for x in now.layers})
         raise NotMixedError(
-            f"{name} was captured with {len(now.layers)} attention layers, and before with {len(before.layers)}; the "
+            f"{name} was captured with {len(now.layers)} attention layers, and before with "
+            f"{len(before.layers)}; the "
             f"difference is in {missing}. Layers that run in some calls only cannot be mixed over"
         )
     if now.scored != before.scored:
         raise NotMixedError(
-            f"{name} was captured with depth scores taken {now.scored!r}, and before {before.scored!r}, so cached "
+            f"{name} was captured with depth scores taken {now.scored!r}, and before {before.scored!r}, so "
+            "cached "
             "decoding would not equal the full forward. Please report this model"
         )
 

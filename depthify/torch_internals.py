@@ -72,10 +72,19 @@ def _init(self: Any, message: str) -> None:
     self.msg = message
 
 
-def subgraphs_of_trace(context: Any) -> dict[str, torch.fx.GraphModule]:
-    """The bodies of higher-order operations that Dynamo has traced so far, by the name the graph calls
-    them."""
-    return context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.nn_modules
+class TracedBodies:
+    """The bodies of higher-order operations that Dynamo has traced so far; a
+    :class:`~.passes.subgraphs.Bodies`."""
+
+    def __init__(self, context: Any) -> None:
+        self._output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+
+    def get(self, name: str) -> torch.fx.GraphModule | None:
+        found = self._output.nn_modules.get(name)
+        return found if isinstance(found, torch.fx.GraphModule) else None
+
+    def add(self, name: str, body: torch.fx.GraphModule) -> str:
+        return self._output.install_subgraph(name, body)
 
 
 def compile_keywords(recompile_limit: int) -> dict[str, Any]:

@@ -6,29 +6,42 @@ later. So "which value does this node hold" has a time, the position of the node
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left
 from collections.abc import Iterable
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from .nodes import is_number, is_tensor, value_of
 from .ops import Role, arguments, has_role, mutated, op_of
+from .subgraphs import Bodies, Call, ModuleBodies, opaque_bodies, read_call
 
 
 class Dataflow:
     """An index over the nodes of ``graph`` that come after ``start`` (all of them if ``start`` is None).
 
     Nodes up to ``start`` count as inputs: in a graph that holds several models or several decoding steps,
-    they belong to someone else.
+    they belong to someone else. The bodies of calls count as if they stood in place of the call.
     """
 
-    def __init__(self, graph: Graph, start: Node | None = None) -> None:
+    def __init__(self, graph: Graph, start: Node | None = None, bodies: Bodies | None = None) -> None:
         self.graph = graph
-        self.position: dict[Node, int] = {node: i for i, node in enumerate(graph.nodes)}
-        first = -1 if start is None else self.position[start]
-        self.nodes: list[Node] = [n for n, i in self.position.items() if i > first and n.op != "placeholder"]
-        self._first = first
+        self.position: dict[Node, int] = {}
+        self.calls: dict[Graph, Call] = {}
+        """By body: the call that runs it."""
+
+        self.opaque: list[tuple[Node, GraphModule]] = []
+        """Operations that may run a body several times or not at all, with that body."""
+
+        self._same: dict[Node, Node] = {}
+        self.first = -1
+        self._index(graph, bodies, start)
+        self.nodes: list[Node] = [
+            n
+            for n, i in self.position.items()
+            if i > self.first and (n.op != "placeholder" or n in self._same)
+        ]
         self._roots: dict[Node, Node] = {}
         self._writes: dict[Node, list[Node]] = {}
         for node in self.position:
@@ -36,12 +49,57 @@ class Dataflow:
             for target in mutated(node):
                 self._writes.setdefault(self._roots[target], []).append(node)
 
+    def _index(self, graph: Graph, bodies: Bodies | None, start: Node | None) -> None:
+        for node in graph.nodes:
+            call = read_call(node, bodies)
+            if call is not None:
+                self.calls[call.body.graph] = call
+                for placeholder in call.placeholders:
+                    operand = call.operand(placeholder)
+                    if operand is not None:
+                        self._same[placeholder] = operand
+                self._index(call.body.graph, ModuleBodies(call.body), None)
+                results = call.output.args[0]
+                for user in node.users:
+                    if user.target is operator.getitem and isinstance(results, (tuple, list)):
+                        result = results[user.args[1]]
+                        if isinstance(result, Node):
+                            self._same[user] = result
+            self.opaque += [(node, body) for body in opaque_bodies(node, bodies)]
+            self.position[node] = len(self.position)
+            if node is start:
+                self.first = self.position[node]
+
+    def behind(self, node: Node) -> Node:
+        """The node that computes ``node``, looking through the ends of bodies."""
+        while node in self._same:
+            node = self._same[node]
+        return node
+
+    def enters(self, node: Node) -> bool:
+        """Whether ``node`` is where a value enters a body from outside."""
+        return node.op == "placeholder" and node in self._same
+
+    def reads(self, node: Node) -> list[Node]:
+        """What ``node`` is computed from, looking through the ends of bodies; nothing for sizes."""
+        if is_number(node):
+            return []
+        same = self._same.get(node)
+        return node.all_input_nodes if same is None else [same]
+
+    @property
+    def graphs(self) -> list[Graph]:
+        return [self.graph, *self.calls]
+
     def external(self, node: Node) -> bool:
-        """Whether ``node`` is an input of the region: a graph input, a constant, or made before the region
-        began."""
-        return node.op in ("placeholder", "get_attr") or self.position[node] <= self._first
+        """Whether ``node`` is an input of the region: a graph input, a constant, or made before it began."""
+        if node in self._same:
+            return False
+        return node.op in ("placeholder", "get_attr") or self.position[node] <= self.first
 
     def _find_root(self, node: Node) -> Node:
+        if node in self._same:
+            return self._roots[self._same[node]]
         op = op_of(node)
         if op is not None and node.all_input_nodes:
             in_place = bool(mutated(node))
@@ -64,7 +122,7 @@ class Dataflow:
         return [
             w
             for w in found
-            if self.position[w] > self._first and (before is None or self.position[w] < before)
+            if self.position[w] > self.first and (before is None or self.position[w] < before)
         ]
 
     def reached_from(self, source: Node, until: Node) -> set[Node]:
@@ -73,9 +131,7 @@ class Dataflow:
         memory: set[Node] = set()
         first = bisect_left(self.nodes, self.position[source], key=self.position.__getitem__)
         for node in self.nodes[first + 1 :]:
-            if not is_number(node) and any(
-                n in tainted or self._roots[n] in memory for n in node.all_input_nodes
-            ):
+            if any(n in tainted or self._roots[n] in memory for n in self.reads(node)):
                 tainted.add(node)
                 memory.update(self._roots[t] for t in mutated(node))
             if node is until:
@@ -102,9 +158,9 @@ class Dependencies:
         memory: dict[Node, tuple[int, bool]] = {}
         for node, position in flow.position.items():
             inputs, content = 0, has_role(node, Role.PROJECT) or _is_weight(node)
-            if node.op == "placeholder" and is_tensor(node) and not content:
+            if flow.external(node) and node.op == "placeholder" and is_tensor(node) and not content:
                 inputs = 1 << position
-            for read in () if is_number(node) else node.all_input_nodes:
+            for read in flow.reads(node):
                 written_inputs, written_content = memory.get(flow.root(read), (0, False))
                 inputs |= self.inputs[read] | written_inputs
                 content = content or self.content[read] or written_content
@@ -125,7 +181,7 @@ class Dependencies:
         memory: dict[Node, int] = {}
         for node in flow.position:
             bits = bit.get(node, 0)
-            for read in () if is_number(node) else node.all_input_nodes:
+            for read in flow.reads(node):
                 bits |= self.attentions[read] | memory.get(flow.root(read), 0)
             self.attentions[node] = bits
             for target in mutated(node):

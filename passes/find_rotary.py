@@ -126,7 +126,7 @@ class RotaryFinder:
                 return None
             frontier.discard(latest)
             nodes.append(latest)
-            for read in latest.all_input_nodes:
+            for read in self._flow.reads(latest):
                 if is_number(read):
                     continue
                 if self._needs.content[read]:
@@ -153,7 +153,7 @@ class RotaryFinder:
             if node in seen or has_role(node, Role.PROJECT, Role.CONTRACT) or self._flow.external(node):
                 continue
             seen.add(node)
-            for read in node.all_input_nodes:
+            for read in self._flow.reads(node):
                 if is_number(read):
                     continue
                 if self._needs.content[read]:
@@ -173,10 +173,10 @@ class RotaryFinder:
             seen.add(node)
             if op_name(node) in _ANGLES:
                 found.add(node.all_input_nodes[-1])
-            elif self._flow.external(node) or not node.all_input_nodes:
+            elif self._flow.external(node) or not self._flow.reads(node):
                 found.add(node)
             else:
-                todo += node.all_input_nodes
+                todo += self._flow.reads(node)
         return found
 
     def _factor(self, query: _Region, key: _Region) -> float | None:
@@ -185,7 +185,7 @@ class RotaryFinder:
         names = [self._signature(region, local) for region in (query, key)]
         if (signature := tuple(names)) not in self._known:
             try:
-                self._known[signature] = _measure(query, key)
+                self._known[signature] = _measure(query, key, self._flow)
             except (RuntimeError, TypeError, ValueError, KeyError, NotImplementedError):
                 self._known[signature] = None  # an operation that does not run on its own: not recognised
         return self._known[signature]
@@ -194,7 +194,7 @@ class RotaryFinder:
         """The region with its nodes numbered, so that equal regions have equal signatures."""
 
         def number(node: Node) -> Any:
-            return _Name(local.setdefault(node, len(local)))
+            return _Name(local.setdefault(self._flow.behind(node), len(local)))
 
         nodes = [*self._above(region.positions), *region.nodes]
         rows = [(n.target, map_arg((n.args, n.kwargs), number), _sizes(n)) for n in nodes]
@@ -236,8 +236,8 @@ def _above(positions: Iterable[Node], flow: Dataflow) -> list[Node]:
         node = todo.pop()
         if node not in seen and is_tensor(node):
             seen.add(node)
-            todo += node.all_input_nodes if not flow.external(node) else []
-    return sorted(seen, key=flow.position.__getitem__)
+            todo += flow.reads(node) if not flow.external(node) else []
+    return sorted((n for n in seen if flow.behind(n) is n), key=flow.position.__getitem__)
 
 
 def _hint(value: Any) -> Any:
@@ -250,9 +250,9 @@ def _shape(node: Node) -> list[int]:
     return [int(_hint(n)) for n in shape_of(node)]
 
 
-def _measure(query: _Region, key: _Region) -> float | None:
+def _measure(query: _Region, key: _Region, flow: Dataflow) -> float | None:
     """Run both regions on random vectors, the same for every head, with the same random angles."""
-    source = _Source()
+    source = _Source(flow)
     before, after = [], []
     for region in (query, key):
         shape = _shape(region.entry.node)
@@ -290,7 +290,8 @@ def _rows(x: Tensor, layout: Layout) -> Tensor:
 class _Source:
     """Random vectors, and position tensors made from random angles."""
 
-    def __init__(self) -> None:
+    def __init__(self, flow: Dataflow) -> None:
+        self._flow = flow
         self._generator = torch.Generator().manual_seed(0)
         self._values: dict[Node, Any] = {}
         self._angles: dict[Node, Tensor] = {}
@@ -305,6 +306,9 @@ class _Source:
         return self._values[node]
 
     def _compute(self, node: Node) -> Any:
+        origin = self._flow.behind(node)
+        if origin is not node:
+            return self.position(origin)
         name = op_name(node)
         if name == "polar":
             radius, angle = arguments(node)["abs"], self.angle(arguments(node)["angle"])
@@ -321,6 +325,7 @@ class _Source:
     def angle(self, node: Node) -> Tensor:
         """Random angles; where they are laid out from others (joined with themselves, say), so are the
         values."""
+        node = self._flow.behind(node)
         if node not in self._angles:
             if has_role(node, *_LAYOUT, Role.JOIN, Role.STACK, Role.INDEX, Role.EXPAND, Role.REPEAT):
                 self._angles[node] = _run(node, self.angle)

@@ -20,6 +20,7 @@ from .find_eager_attention import find_eager_attention
 from .nodes import is_tensor, same_size, shape_of, value_of
 from .ops import Role, arguments, has_role, op_of
 from .sites import Attention, AttentionSite, Operand, Refusal, Verdict
+from .subgraphs import Bodies, ModuleBodies
 from .trace_values import Trace, is_state, trace
 
 
@@ -33,9 +34,9 @@ class Findings:
     refusals: list[Refusal] = field(default_factory=list)
 
 
-def find_sites(graph: Graph, start: Node | None = None) -> Findings:
+def find_sites(graph: Graph, start: Node | None = None, bodies: Bodies | None = None) -> Findings:
     """Every attention operation after ``start``, in program order, as a site or a refusal."""
-    flow = Dataflow(graph, start)
+    flow = Dataflow(graph, start, bodies)
     needs = Dependencies(flow)
     found: list[Attention | Refusal] = []
     for node in flow.nodes:
@@ -47,6 +48,18 @@ def find_sites(graph: Graph, start: Node | None = None) -> Findings:
     for hit in found:
         site = judge(hit, flow, needs) if isinstance(hit, Attention) else hit
         (result.sites if isinstance(site, AttentionSite) else result.refusals).append(site)
+    for node, body in flow.opaque:
+        inner = find_sites(body.graph, None, ModuleBodies(body))
+        if inner.sites and flow.position[node] > flow.first:
+            result.refusals.append(
+                Refusal(
+                    node,
+                    inner.sites[0].output,
+                    f"{len(inner.sites)} attention layers are in a body that it may run several times or "
+                    "not at all",
+                    Verdict.UNSUPPORTED,
+                )
+            )
     return result
 
 
@@ -91,7 +104,7 @@ def judge(attention: Attention, flow: Dataflow, needs: Dependencies) -> Attentio
                 latent,
                 remedy="Run the model without a cache (use_cache=False)",
             )
-    if not _causal(attention, bool(value.writes)):
+    if not _causal(attention, bool(value.writes), flow):
         return refuse(
             "it is not causal: no cache, several queries, and no mask that differs between them",
             attention.output,
@@ -148,7 +161,7 @@ def _cache_upstream(value: Node, query: Node, flow: Dataflow, needs: Dependencie
             if node in seen or flow.external(node) or needs.attentions[node] != own:
                 continue
             seen.add(node)
-            todo += node.all_input_nodes
+            todo += flow.reads(node)
         return seen
 
     for node in segment(value) - segment(query):
@@ -171,13 +184,13 @@ def _is_past(node: Node, flow: Dataflow) -> bool:
     return not weight and not has_role(root, Role.CREATE) and known.dtype.is_floating_point
 
 
-def _causal(attention: Attention, cached: bool) -> bool:
+def _causal(attention: Attention, cached: bool, flow: Dataflow) -> bool:
     if attention.causal or cached or same_size(attention.tokens, 1):
         return True
-    return any(_varies(mask, dim) for mask, dim in attention.masks)
+    return any(_varies(mask, dim, flow) for mask, dim in attention.masks)
 
 
-def _varies(mask: Node, dim: int) -> bool:
+def _varies(mask: Node, dim: int, flow: Dataflow) -> bool:
     """Whether ``mask`` can differ between queries, its dimension ``dim``; in doubt, it can."""
     rank = len(shape_of(mask))
     if dim < -rank or same_size(shape_of(mask)[dim], 1):
@@ -189,6 +202,7 @@ def _varies(mask: Node, dim: int) -> bool:
     )
     node = mask
     while True:
+        node = flow.behind(node)
         held = axes.leaves((queries,))
         at = [i for i, dims in enumerate(layout) if any(a in held for a in dims)]
         if not at or all(same_size(shape_of(node)[i], 1) for i in at):
@@ -196,7 +210,7 @@ def _varies(mask: Node, dim: int) -> bool:
         op = op_of(node)
         if op is not None and op.role in (Role.ADD, Role.MULTIPLY, Role.SUBTRACT, Role.MASK):
             inputs = [x for x in node.all_input_nodes if is_tensor(x)]
-            return any(_varies(x, at[-1] - len(layout)) for x in inputs)
+            return any(_varies(x, at[-1] - len(layout), flow) for x in inputs)
         step = step_back(node, layout, axes)
         if step is None or step.cut:
             return True

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from ..errors import UnsupportedModelError
 from .axes import Axis, AxisRole
@@ -28,6 +28,7 @@ from .nodes import Size, describe, dtype_of, same_size, value_of
 from .order_layers import Layer, Stack, groups, lanes
 from .placement import Placement
 from .sites import AttentionSite, Operand
+from .subgraphs import Threads
 
 
 @dataclass(frozen=True)
@@ -222,23 +223,26 @@ class Mixed:
     raw: Node | None
     """What the value was before; None in a layer without sources."""
 
+    reads: tuple[tuple[Node, Node], ...]
+    """Key and value of each source, as they are in this layer's graph."""
+
     inserted: tuple[Node, ...]
 
 
-def mix_stack(graph: Graph, stack: Stack, placements: dict[Layer, Placement]) -> dict[int, Mixed]:
+def mix_stack(stack: Stack, placements: dict[Layer, Placement], threads: Threads) -> dict[int, Mixed]:
     """Rewrite every layer of ``stack`` that has sources; returns sources and mixed layers by depth."""
     needed = {j for layer in stack.layers for j in layer.sources}
     done: dict[int, Mixed] = {}
     for layer in stack.layers:
         placement = placements[layer]
         if layer.sources:
-            done[layer.depth] = _mix_layer(graph, layer, placement, stack, done)
+            done[layer.depth] = _mix_layer(layer, placement, stack, done, threads)
         elif layer.depth in needed:
-            done[layer.depth] = _keep_raw(graph, layer, placement)
+            done[layer.depth] = _keep_raw(layer, placement)
     return done
 
 
-def _keep_raw(graph: Graph, layer: Layer, placement: Placement) -> Mixed:
+def _keep_raw(layer: Layer, placement: Placement) -> Mixed:
     """A layer without sources keeps its value; later layers read it and its key in the common order."""
     site = layer.site
     order = memory_order(site)
@@ -246,20 +250,21 @@ def _keep_raw(graph: Graph, layer: Layer, placement: Placement) -> Mixed:
         move_before(node, placement.anchor)
     key_form, value_form = form_of(layer.score.key, site, order), form_of(site.value, site, order)
     (key, value), new = emit(
-        graph,
+        placement.anchor.graph,
         placement.anchor,
         lambda k, v: (key_form.apply(k), value_form.apply(v)),
         [layer.score.key.node, site.value.node],
         site.value.node,
         layer.depth,
     )
-    return Mixed(layer, key, value, order, None, tuple(new))
+    return Mixed(layer, key, value, order, None, (), tuple(new))
 
 
 def _mix_layer(
-    graph: Graph, layer: Layer, placement: Placement, stack: Stack, sources: dict[int, Mixed]
+    layer: Layer, placement: Placement, stack: Stack, sources: dict[int, Mixed], threads: Threads
 ) -> Mixed:
     site, score, anchor = layer.site, layer.score, placement.anchor
+    graph = anchor.graph
     point = site.value.node
     order = memory_order(site)
     dtype = functools.reduce(
@@ -280,6 +285,7 @@ def _mix_layer(
     ]
     group_dims = range(len(order), len(order) + len(groups(site)))
     mixed = [sources[j] for j in layer.sources]
+    reads = tuple((threads.bring(x.key, graph), threads.bring(x.value, graph)) for x in mixed)
     turns = [_turn(other.order, order) for other in mixed]
     used = [stack.layers[j] for j in layer.sources] + [layer]
     factors = [other.site.key_factor * math.sqrt(score.factor * other.score.factor) for other in used]
@@ -301,8 +307,8 @@ def _mix_layer(
         score.query.node,
         score.key.node,
         raw,
-        *(x.key for x in mixed),
-        *(x.value for x in mixed),
+        *(key for key, _ in reads),
+        *(value for _, value in reads),
         *scale.times,
         *scale.over,
     ]
@@ -314,7 +320,7 @@ def _mix_layer(
     if common is last:
         common = point
     _check_shape(site, raw)
-    return Mixed(layer, key, common, order, raw, (raw, *new))
+    return Mixed(layer, key, common, order, raw, reads, (raw, *new))
 
 
 def _turn(theirs: Sequence[int], mine: Sequence[int]) -> tuple[int, ...]:

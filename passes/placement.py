@@ -69,7 +69,8 @@ def place(layer: Layer, flow: Dataflow) -> Placement:
 
 
 def _readers(site: AttentionSite, flow: Dataflow) -> tuple[list[Node], list[Node]]:
-    """The value with all views and sizes of it, and what uses them: cache writes, the attention, the output."""
+    """The value with all views and sizes of it, and what uses them: cache writes, the attention, the
+    output."""
     value = site.value.node
     views: dict[Node, None] = {value: None}
     uses: dict[Node, None] = {}
@@ -96,7 +97,8 @@ def _readers(site: AttentionSite, flow: Dataflow) -> tuple[list[Node], list[Node
                 todo.append(user)
             else:
                 raise UnsupportedModelError(
-                    f"{describe(site.output)}: its value is also read by {describe(user)}, which is neither the "
+                    f"{describe(site.output)}: its value is also read by {describe(user)}, which is "
+                    "neither the "
                     "cache nor this attention, so it is not clear whether that is to see the mixed value"
                 )
     return list(views), [*uses, *(user for user in sized if user not in views)]
@@ -111,7 +113,7 @@ def _late(layer: Layer, at: int, flow: Dataflow) -> list[Node]:
         node = todo.pop()
         if node not in seen and flow.position[node] >= at:
             seen.add(node)
-            todo += node.all_input_nodes
+            todo += flow.reads(node)
     return sorted(seen, key=flow.position.__getitem__)
 
 

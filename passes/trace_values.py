@@ -57,6 +57,7 @@ def is_state(node: Any, flow: Dataflow) -> bool:
     """Whether ``node`` is (a view or part of) an input of the region or a fresh buffer, hence holds no
     current token."""
     while isinstance(node, Node):
+        node = flow.behind(node)
         if flow.external(node) or has_role(node, Role.CREATE):
             return True
         if has_role(node, Role.JOIN):
@@ -106,6 +107,9 @@ def trace(operand: Operand, axes: Axes, flow: Dataflow, at: Node, tokens: Size) 
             result.writes.append(write)
             (node, layout), time, own, result.cut = source, flow.position[write], None, False
             continue
+        if flow.enters(node):
+            result.problem = f"it enters the body of {flow.calls[node.graph].node.name} from outside"
+            break
         step = None if flow.external(node) else _next(node, layout, axes)
         if step is None:
             break
@@ -124,7 +128,8 @@ def trace(operand: Operand, axes: Axes, flow: Dataflow, at: Node, tokens: Size) 
 
 
 def _resized(node: Node, layout: Layout) -> Layout:
-    """The layout with token axes as long as they are here: behind a cache there are more tokens than before it."""
+    """The layout with token axes as long as they are here: behind a cache there are more tokens than
+    before it."""
     return tuple(
         (Axis(AxisRole.TOKEN, size),)
         if len(dim) == 1 and dim[0].role is AxisRole.TOKEN and not same_size(dim[0].size, size)

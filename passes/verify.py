@@ -14,17 +14,22 @@ from .dataflow import Dataflow
 from .mix_values import Mixed
 from .nodes import describe, same_size, value_of
 from .ops import Role, has_role
+from .subgraphs import Threads
 
 Snapshot = dict[Node, tuple[Any, ...]]
 
 
-def snapshot(graph: Graph) -> Snapshot:
-    """Operation, arguments and kind of tensor of every node."""
-    return {node: (node.op, node.target, node.args, node.kwargs, value_of(node)) for node in graph.nodes}
+def snapshot(graphs: Iterable[Graph]) -> Snapshot:
+    """Operation, arguments and kind of tensor of every node of a program and its bodies."""
+    return {
+        node: (node.op, node.target, node.args, node.kwargs, value_of(node))
+        for graph in graphs
+        for node in graph.nodes
+    }
 
 
-def verify(graph: Graph, before: Snapshot, mixed: Sequence[dict[int, Mixed]], start: Node | None) -> None:
-    """Compare ``graph`` with its snapshot.
+def verify(flow: Dataflow, before: Snapshot, mixed: Sequence[dict[int, Mixed]], threads: Threads) -> None:
+    """Compare a rewritten program, freshly indexed in ``flow``, with its snapshot.
 
     - inputs, weights and outputs are the same nodes, in the same order;
     - every node computes what it computed from the same arguments, mixed values excepted;
@@ -33,34 +38,51 @@ def verify(graph: Graph, before: Snapshot, mixed: Sequence[dict[int, Mixed]], st
       depend on it;
     - each mixture reads its own query, key and raw value and those of its sources, and nothing else.
     """
-    graph.lint()
+    for graph in flow.graphs:
+        graph.lint()
     done = [layer for stack in mixed for layer in stack.values()]
     values = {layer.layer.site.value.node for layer in done if layer.raw is not None}
-    _verify_nodes(graph, before, values, {node for layer in done for node in layer.inserted})
-    flow = Dataflow(graph, start)
+    inserted = {node for layer in done for node in layer.inserted} | set(threads.inserted)
+    _verify_nodes(flow, before, values, inserted, threads.extended)
     for stack in mixed:
         for layer in stack.values():
             if layer.raw is not None:
-                _verify_reads(layer, stack)
+                _verify_reads(layer, stack, flow)
                 _verify_readers(layer, flow)
             else:
                 _same_up_to_layout(layer.value, layer.layer.site.value.node)
 
 
-def _verify_nodes(graph: Graph, before: Snapshot, values: set[Node], inserted: set[Node]) -> None:
-    now = list(graph.nodes)
+def _verify_nodes(
+    flow: Dataflow, before: Snapshot, values: set[Node], inserted: set[Node], extended: set[Node]
+) -> None:
+    now = [node for graph in flow.graphs for node in graph.nodes]
     lost = before.keys() - set(now)
     added = set(now) - before.keys() - inserted
     if lost or added:
         raise AssertionError(f"nodes were lost: {_names(lost)}, or added unseen: {_names(added)}")
-    for kind in ("placeholder", "get_attr", "output"):
-        if [n for n in now if n.op == kind] != [n for n in before if before[n][0] == kind]:
-            raise AssertionError(f"the graph's {kind} nodes changed")
+    for graph in flow.graphs:
+        for kind in ("placeholder", "get_attr", "output"):
+            old = [n for n in before if before[n][0] == kind and n.graph is graph]
+            if [n for n in graph.nodes if n.op == kind and n not in inserted] != old:
+                raise AssertionError(f"the graph's {kind} nodes changed")
     for node, (op, target, args, kwargs, value) in before.items():
         if node in values:
             _same_tensor(node, value)
+        elif node in extended:
+            if (node.op, node.target, node.kwargs) != (op, target, kwargs) or not _only_longer(
+                node.args, args
+            ):
+                raise AssertionError(f"{describe(node)} changed by more than a source carried through it")
         elif (node.op, node.target) != (op, target) or node.args is not args or node.kwargs is not kwargs:
             raise AssertionError(f"{describe(node)} changed")
+
+
+def _only_longer(now: Any, before: Any) -> bool:
+    """Whether a call got more operands, or an output more results, behind those it had."""
+    if len(now) == 1 and len(before) == 1 and isinstance(now[0], (tuple, list)):
+        now, before = now[0], before[0]
+    return tuple(now[: len(before)]) == tuple(before)
 
 
 def _same_tensor(node: Node, old: Any) -> None:
@@ -92,11 +114,14 @@ def _verify_readers(layer: Mixed, flow: Dataflow) -> None:
         raise AssertionError(f"{describe(site.output)} does not read its mixed value")
 
 
-def _verify_reads(layer: Mixed, stack: dict[int, Mixed]) -> None:
-    site = layer.layer.site
-    sources = {node for j in layer.layer.sources for node in (stack[j].key, stack[j].value)}
-    score = layer.layer.score
-    must = {score.query.node, score.key.node, layer.raw, *sources}
+def _verify_reads(layer: Mixed, stack: dict[int, Mixed], flow: Dataflow) -> None:
+    site, score = layer.layer.site, layer.layer.score
+    wanted = [(stack[j].key, stack[j].value) for j in layer.layer.sources]
+    if [(flow.behind(key), flow.behind(value)) for key, value in layer.reads] != [
+        (flow.behind(key), flow.behind(value)) for key, value in wanted
+    ]:
+        raise AssertionError(f"the mixture of {describe(site.output)} reads other sources than its own")
+    must = {score.query.node, score.key.node, layer.raw, *(node for pair in layer.reads for node in pair)}
     may = must | {*site.attention.scale.times, *site.attention.scale.over}
     own = set(layer.inserted)
     found: set[Node] = set()

@@ -12,7 +12,9 @@ from torch.fx import Graph, GraphModule
 
 from depthify import DepthConfig
 from depthify.passes import place, plan
+from depthify.passes.dataflow import Dataflow
 from depthify.passes.mix_values import Mixed, mix_stack
+from depthify.passes.subgraphs import Threads
 from depthify.passes.verify import snapshot, verify
 
 
@@ -24,14 +26,15 @@ def _rewritten() -> tuple[Graph, Any, list[dict[int, Mixed]]]:
     )
     graph = found[0].graph
     findings, stacks = plan(graph, DepthConfig(stride=2))
+    threads = Threads(findings.flow.calls)
     placements = {layer: place(layer, findings.flow) for stack in stacks for layer in stack.layers}
-    before = snapshot(graph)
-    return graph, before, [mix_stack(graph, stack, placements) for stack in stacks]
+    before = snapshot([graph])
+    return graph, before, [mix_stack(stack, placements, threads) for stack in stacks]
 
 
 def test_a_rewrite_passes() -> None:
     graph, before, mixed = _rewritten()
-    verify(graph, before, mixed, None)
+    verify(Dataflow(graph), before, mixed, Threads({}))
     assert [sorted(stack) for stack in mixed] == [[0, 1, 2, 3]]
 
 
@@ -106,4 +109,4 @@ def test_sabotage_is_noticed(sabotage: Callable[[Graph, dict[int, Mixed]], None]
     graph, before, mixed = _rewritten()
     sabotage(graph, mixed[0])
     with pytest.raises(AssertionError):
-        verify(graph, before, mixed, None)
+        verify(Dataflow(graph), before, mixed, Threads({}))
