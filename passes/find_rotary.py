@@ -30,8 +30,8 @@ from .sites import AttentionSite, Operand
 
 _LAYOUT = (Role.PERMUTE, Role.RESHAPE, Role.COPY, Role.CAST)
 _INSIDE = frozenset(Role) - {
-    Role.ATTENTION, Role.CONTRACT, Role.SOFTMAX, Role.WRITE, Role.MASK, Role.SQUASH, Role.REDUCE, Role.EXP, Role.REPEAT,
-    Role.PROJECT, Role.CREATE, Role.RANDOM, Role.DROPOUT,
+    Role.ATTENTION, Role.CONTRACT, Role.SOFTMAX, Role.WRITE, Role.MASK, Role.SQUASH, Role.REDUCE, Role.EXP,
+    Role.REPEAT, Role.PROJECT, Role.CREATE, Role.RANDOM, Role.DROPOUT,
 }  # fmt: skip
 """Linear operations, elementwise and structural."""
 

@@ -8,13 +8,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import pytest
-import torch
+import torch._dynamo
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
-    import torch._dynamo
-
     torch._dynamo.reset()
     torch.manual_seed(0)
     torch.set_num_threads(1)

@@ -1,8 +1,10 @@
-"""Depth-Attention on a transformers model by its definition: eager, without any graph, as independent as can be.
+"""Depth-Attention on a transformers model by its definition: eager, without any graph, as independent as
+can be.
 
-The model's attention function is replaced by one that mixes the value with :func:`depthify.reference.depth_mix` first.
-Query and key before the rotary embedding are seen by wrapping ``apply_rotary_pos_emb`` of the modeling file.
-Full forwards only: there is no cache here, so that cached decoding is checked against something that has none.
+The model's attention function is replaced by one that mixes the value with
+:func:`depthify.reference.depth_mix` first. Query and key before the rotary embedding are seen by wrapping
+``apply_rotary_pos_emb`` of the modeling file. Full forwards only: there is no cache here, so that cached
+decoding is checked against something that has none.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ def defined(
     layers: int | None = None,
     attention: str = "sdpa",
 ) -> Iterator[nn.Module]:
-    """A copy of ``model`` that computes the definition; ``attention`` is what runs after the value is mixed."""
+    """A copy of ``model`` that computes the definition; ``attention`` is what runs after the value is
+    mixed."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

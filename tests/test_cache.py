@@ -1,4 +1,5 @@
-"""Cached decoding equals the full forward, and caches hold what they held: same tensors, shapes, dtypes and bytes."""
+"""Cached decoding equals the full forward, and caches hold what they held: same tensors, shapes, dtypes
+and bytes."""
 
 from __future__ import annotations
 
@@ -71,8 +72,8 @@ def test_cached_decoding_equals_the_full_forward(kind: str, attention: str, cach
     model = tiny(kind, dtype, attention)
     ids = tokens(10)
     vanilla_cache = _cache(cache, model)
-    # Norms and softmax of some models are float32 whatever the dtype, and round differently in chunks of another
-    # length; the mixed model may deviate as the vanilla model does from itself, and not more.
+    # Norms and softmax of some models are float32 whatever the dtype, and round differently in chunks of
+    # another length; the mixed model may deviate as the vanilla model does from itself, and not more.
     with torch.no_grad():
         own = relative(_decode(model, ids, CHUNKS[chunks], vanilla_cache), model(ids, use_cache=False).logits)
     expected = logits_by_definition(model, ids, stride=2, attention=attention)

@@ -1,4 +1,5 @@
-"""Layers in graphs of their own: activation checkpointing and compile regions. Sources cross from body to body."""
+"""Layers in graphs of their own: activation checkpointing and compile regions. Sources cross from body to
+body."""
 
 from __future__ import annotations
 

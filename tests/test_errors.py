@@ -1,4 +1,5 @@
-"""Bad input: one clear error that names the argument, its value and what is allowed; the model stays as it was."""
+"""Bad input: one clear error that names the argument, its value and what is allowed; the model stays as it
+was."""
 
 from __future__ import annotations
 

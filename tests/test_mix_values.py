@@ -1,4 +1,5 @@
-"""The unrolled arithmetic of the rewrite against the stacked softmax of the definition, values and gradients."""
+"""The unrolled arithmetic of the rewrite against the stacked softmax of the definition, values and
+gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Logits of mixed transformers models against the eager definition, masked and unmasked, over strides and dtypes."""
+"""Logits of mixed transformers models against the eager definition, masked and unmasked, over strides and
+dtypes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def _cases() -> list:
         if (kind in EAGER_ONLY and attention == "sdpa") or (kind in FLOAT32_ONLY and dtype == torch.float64):
             continue
         main = dtype == torch.float64 or kind in FLOAT32_ONLY
-        # The sample of every run: each model in each spelling once, masked or not in turn; all strides on two models.
+        # The sample of every run: each model in each spelling once, masked or not in turn; two models with
+        # all strides.
         sample = main and (
             (stride == 2 and masked == (attention == "eager"))
             or (kind in ("qwen3", "gpt2") and attention == "sdpa" and not masked)
@@ -37,7 +39,8 @@ def _cases() -> list:
 
 
 def _padding(ids: torch.Tensor, attention: str) -> torch.Tensor:
-    """Left padding; right padding for eager attention, where transformers makes NaN of a query that sees nothing."""
+    """Left padding; right padding for eager attention, where transformers makes NaN of a query that sees
+    nothing."""
     mask = torch.ones_like(ids)
     mask[0, slice(3) if attention == "sdpa" else slice(-3, None)] = 0
     return mask
@@ -92,7 +95,7 @@ def test_half_precision_follows_the_definition(dtype: torch.dtype) -> None:
     with torch.no_grad():
         logits = depthify(model, 2)(ids, use_cache=False).logits
     assert logits.dtype == dtype
-    # Not further from the exact result than the eager definition in the same precision is, but for the rounding of one step.
+    # No further from the exact result than the eager definition in the same precision, but for one rounding.
     assert relative(logits, exact) < 1.5 * relative(expected, exact) + 1e-3
 
 

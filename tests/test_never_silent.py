@@ -41,13 +41,17 @@ class Parent(nn.Module):
         return self.child(ids)[0] * 1.0
 
 
+def _first(function: Callable) -> Callable:
+    return lambda ids: function(ids)[0]
+
+
 OUTER: dict[str, Callable[[nn.Module, bool], Callable[[Tensor], Tensor]]] = {
     "none": lambda m, full: lambda ids: m(ids)[0],
-    "torch.compile(model)": lambda m, full: lambda ids, f=_compile(m, full): f(ids)[0],
+    "torch.compile(model)": lambda m, full: _first(_compile(m, full)),
     "parent module": lambda m, full: _compile(Parent(m), full),
     "function": lambda m, full: _compile(lambda ids: m(ids)[0] + 0.0, full),
     "function around forward": lambda m, full: _compile(lambda ids: m.forward(ids)[0], full),
-    "nested compile": lambda m, full: _compile(lambda ids, f=_compile(m, full): f(ids)[0], full),
+    "nested compile": lambda m, full: _compile(_first(_compile(m, full)), full),
     "no_grad inside": lambda m, full: _compile(torch.no_grad()(lambda ids: m(ids)[0]), full),
 }
 

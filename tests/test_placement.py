@@ -1,4 +1,5 @@
-"""Program order and memory: values used early, queries made late, changes in place, and readers that forbid mixing."""
+"""Program order and memory: values used early, queries made late, changes in place, and readers that
+forbid mixing."""
 
 from __future__ import annotations
 

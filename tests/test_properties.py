@@ -1,4 +1,5 @@
-"""Whole decoders over heads, groups, sizes, layers, strides and windows: full forward, cache and gradients."""
+"""Whole decoders over heads, groups, sizes, layers, strides and windows: full forward, cache and
+gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ def models(draw: st.DrawFn) -> tuple[Decoder, dict[str, int]]:
 
 @given(model=models(), batch=st.integers(1, 3), length=st.integers(1, 6))
 @settings(
-    max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck),
+    max_examples=12,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],  # a capture takes a second, so shrinking would take minutes
 )
 def test_decoder(model: tuple[Decoder, dict[str, int]], batch: int, length: int) -> None:

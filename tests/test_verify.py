@@ -102,8 +102,8 @@ def bypass(graph: Graph, mixed: dict[int, Mixed]) -> None:
 
 @pytest.mark.parametrize(
     "sabotage",
-    [change_scale, drop_causal, swap_key, add_output, read_raw_source, read_wrong_source, add_a_node, lose_a_node,
-     change_dtype, bypass],
+    [change_scale, drop_causal, swap_key, add_output, read_raw_source, read_wrong_source, add_a_node,
+     lose_a_node, change_dtype, bypass],
 )  # fmt: skip
 def test_sabotage_is_noticed(sabotage: Callable[[Graph, dict[int, Mixed]], None]) -> None:
     graph, before, mixed = _rewritten()

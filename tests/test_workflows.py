@@ -1,4 +1,5 @@
-"""What people do with models: copy, save, load, generate, adapt, distribute. Mixing holds and nothing else changes."""
+"""What people do with models: copy, save, load, generate, adapt, distribute. Mixing holds and nothing else
+changes."""
 
 from __future__ import annotations
 
