@@ -45,7 +45,7 @@ class Reader:
             inputs["position_ids"] = torch.arange(past, past + ids.shape[1], device=ids.device)[None].clone()
         _lengths_vary(*inputs.values())
         start = time.perf_counter()
-        logits = (self.run or self.model)(**inputs).logits
+        logits = (self.model if self.run is None else self.run)(**inputs).logits
         return Reading(logits, cache, time.perf_counter() - start)
 
     def read_in_parts(self, ids: Tensor, sizes: Sequence[int]) -> list[Reading]:

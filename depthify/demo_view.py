@@ -133,7 +133,7 @@ class View:
             (f"{len(report.layers)} causal self-attention layers found, {report.mixed} mixed", "bold"),
             f" (stride {report.stride}, recent window {report.recent_window})",
         )
-        table = _table("layers", "module", "sources", "heads", "size", "attention written as")
+        table = _table("layers", "module", "sources", "q / kv heads", "size", "attention written as")
         for layers in _runs(report.layers):
             x = layers[0]
             size = str(x.key_size) if x.key_size == x.value_size else f"{x.key_size}/{x.value_size}"
@@ -151,27 +151,29 @@ class View:
             self.say((f"{kind}: ", "yellow"), f"{refusal.module}: {refusal.reason}")
 
     def sizes(self, before: Size, after: Size, tokens: int) -> None:
-        rows = [
-            ("parameters", before.parameters, after.parameters, "{:,}"),
-            ("entries of state_dict()", before.state, after.state, ""),
-            ("their bytes", before.state_bytes, after.state_bytes, "{:,}"),
-            (f"KV-cache tensors, {tokens} tokens", before.cache, after.cache, ""),
-            ("KV-cache bytes", before.cache_bytes, after.cache_bytes, "{:,}"),
-        ]
         table = _table("", ">before", ">after", "")
-        for name, old, new, pattern in rows:
-            shown = [pattern.format(x) if pattern else f"{len(x):,}" for x in (old, new)]
-            same = "equal" if pattern else "equal in number, shape and dtype"
+
+        def row(name: str, old: Any, new: Any) -> None:
+            counted = isinstance(old, int)
+            shown = [f"{x if counted else len(x):,}" for x in (old, new)]
+            same = "equal" if counted else "equal, each in shape and dtype"
             table.add_row(name, *shown, Text(same, "green") if old == new else Text("NOT EQUAL", "bold red"))
+
+        row("parameters", before.parameters, after.parameters)
+        row("entries of state_dict()", before.state, after.state)
+        row("their bytes", before.state_bytes, after.state_bytes)
+        row(f"KV-cache tensors, {tokens} tokens", before.cache, after.cache)
+        row("KV-cache bytes", before.cache_bytes, after.cache_bytes)
         self._print(table)
 
     def differences(self, before: Measured, after: Measured, bound: float, changed: float) -> None:
         self.say("The largest difference to the logits of one full forward, as a part of the largest logit:")
         table = _table("read", ">vanilla", ">mixed", "")
-        for (name, vanilla), (_, mixed) in zip(before.differences, after.differences, strict=True):
+        for name, mixed in after.differences.items():
+            vanilla = f"{before.differences[name]:.1e}" if name in before.differences else ""
             good = mixed <= bound
             verdict = Text(f"below {bound:.0e}", "green") if good else Text(f"ABOVE {bound:.0e}", "bold red")
-            table.add_row(name, f"{vanilla:.1e}", f"{mixed:.1e}", verdict)
+            table.add_row(name, vanilla, f"{mixed:.1e}", verdict)
         self._print(table)
         self.say(f"For comparison: mixing changes the logits by {changed:.2g} of the largest.")
 
@@ -184,15 +186,18 @@ class View:
         table.add_row("mixed", Text(after or "(nothing)", "bold"))
         self._print(table)
 
-    def perplexities(self, before: Measured, after: Measured, source: str) -> None:
+    def perplexities(self, before: Measured, after: Measured, source: str, *, trained: bool) -> None:
         table = _table("", ">vanilla", ">mixed", ">ratio")
         ratio = f"{after.perplexity / before.perplexity:.2f}"
         table.add_row(source, f"{before.perplexity:,.2f}", f"{after.perplexity:,.2f}", ratio)
         self._print(table)
-        self.say(
-            "These weights were not trained with depth mixing, so the number goes up: depthify changes what "
-            "the model computes. Mixing is meant to be trained with, from the start or by going on."
-        )
+        if trained:
+            self.say("The model's config says that these weights were trained with depth mixing.")
+        else:
+            self.say(
+                "These weights were not trained with depth mixing, which changes what the model computes: "
+                "the number is expected to go up. Mixing is meant to be trained with."
+            )
 
     def times(self, before: Measured, after: Measured, tokens: int, *, compiled: bool) -> None:
         how = "compiled by Inductor" if compiled else "eager"
@@ -204,20 +209,22 @@ class View:
             table.add_row(
                 name, f"{old * 1e3:.1f} ms", f"{new * 1e3:.1f} ms", f"{100 * (new / old - 1):+.1f} %"
             )
-        for (name, old), (_, new) in zip(before.captures, after.captures, strict=True):
+        for name, mixed in after.captures.items():
             verb = "compiling" if compiled else "capturing"
-            table.add_row(f"{verb}, once: {name}", f"{old:.1f} s" if compiled else "", f"{new:.1f} s", "")
+            vanilla = f"{before.captures[name]:.1f} s" if compiled and name in before.captures else ""
+            table.add_row(f"{verb}, once: {name}", vanilla, f"{mixed:.1f} s", "")
         self._print(table)
+
+    def restored(self, good: bool) -> None:
+        told = ("the same, bit by bit", "green") if good else ("NOT THE SAME", "bold red")
+        self.say("Logits of the restored model and of the original: ", told)
 
     def verdict(self, failed: Sequence[str], seconds: float) -> None:
         self.console.print()
         for message in failed:
             self.say((f"FAILED: {message}", "bold red"))
         if not failed:
-            self.say(
-                ("All checks hold.", "bold green"),
-                f" restore(model) gave the original logits back, bit by bit. {seconds:.0f} s in all.",
-            )
+            self.say(("All checks hold.", "bold green"), f" {seconds:.0f} s in all.")
 
     def _print(self, table: Table) -> None:
         indented = Padding(table, (0, 0, 0, _INDENT))
@@ -263,6 +270,6 @@ def _common(paths: Sequence[str]) -> str:
 
 
 def _shortened(sources: Sequence[int]) -> str:
-    if len(sources) <= 6:
+    if len(sources) <= 4:
         return ", ".join(map(str, sources))
-    return f"{sources[0]}, {sources[1]}, {sources[2]}, ... {sources[-1]} ({len(sources)} layers)"
+    return f"{sources[0]}, {sources[1]}, ... {sources[-1]} ({len(sources)})"
