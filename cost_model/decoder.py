@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import sympy
+from sympy import Expr
 
 from .flops import SOFTMAX_PER_PAIR
 from .shapes import DecoderShape
 from .symbols import B, C, E, Hkv, Hq, L, M, T, V, d, dk, dn, dr, dv, fe, ff, fs, k, rkv, rq
 
-Expr = sympy.Expr
 ZERO = sympy.Integer(0)
 TOKENS = B * T
 

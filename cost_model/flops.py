@@ -125,7 +125,7 @@ def _is_float(tensor: Any) -> bool:
 
 def _each(node: Node, per_element: int = 1) -> Flops:
     result = _result(node) if _tensors(value_of(node)) else None
-    if not _is_float(result):
+    if result is None or not _is_float(result):
         return NOTHING
     return Flops(other=numel(result) * per_element)
 
@@ -210,7 +210,8 @@ def _dropout(node: Node) -> Flops:
 
 def _reduce(node: Node, per_element: int = 1, per_result: int = 0) -> Flops:
     source = _input(node, 0, "input", "self")
-    if not _is_float(source) or (node.kwargs.get("dtype") and not node.kwargs["dtype"].is_floating_point):
+    dtype = node.kwargs.get("dtype")
+    if not _is_float(source) or (isinstance(dtype, torch.dtype) and not dtype.is_floating_point):
         return NOTHING
     results = numel(_result(node)) * per_result if per_result else 0
     return Flops(other=numel(source) * per_element + results)
@@ -422,16 +423,19 @@ _FUSED_ATTENTION = (
 def _attention(node: Node) -> Flops:
     """Per pair of a query and a key: two products, the scale, a mask where given, the softmax."""
     found = _read_attention(node)
-    masked = masked_flops(node) if found.causal else 0
+    masked = _masked(found) if found.causal else 0
     return Flops(found.pairs * found.products, found.pairs * found.rest, masked)
+
+
+def _masked(attention: _Attention) -> Count:
+    return masked_pairs(attention.rows, attention.tokens) * (attention.products + attention.rest)
 
 
 def masked_flops(node: Node) -> Count | None:
     """What a causal mask makes needless of the attention ``node``; None where it is no fused attention."""
     if op_name(node) not in _FUSED_ATTENTION.split():
         return None
-    found = _read_attention(node)
-    return masked_pairs(found.rows, found.tokens) * (found.products + found.rest)
+    return _masked(_read_attention(node))
 
 
 def total(parts: list[Flops]) -> Flops:

@@ -8,13 +8,12 @@ residual additions of the 2L sublayers (attention and feed-forward) is credited 
 from __future__ import annotations
 
 import sympy
+from sympy import Expr
 
 from .decoder import TOKENS, Cost, norm_flops
 from .flops import SOFTMAX_PER_PAIR
 from .shapes import DecoderShape
 from .symbols import B, Hkv, Hq, L, N, T, at, d, dilation, dk, dv, n, period, s, w
-
-Expr = sympy.Expr
 
 STREAMS = 4
 """Of hyper-connections, in both papers' main experiments."""

@@ -47,7 +47,7 @@ def plot_report(report: CostReport, path: str | os.PathLike[str]) -> None:
         f"{report.seq_len} tokens" + (f", {report.cache_len} cached" if report.cache_len else ""),
         color=_INK,
     )
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=120)
 
 
 def _draw_strides(report: CostReport, axes: Any) -> None:

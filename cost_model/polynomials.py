@@ -95,13 +95,17 @@ def size(value: Any) -> Count:
 
 def product(sizes: Iterable[Any]) -> Count:
     """The product of sizes."""
-    number, rest = 1, []
+    number: int = 1
+    rest: list[Count] = []
     for value in sizes:
         if isinstance(value, int):
             number *= value
         else:
             rest.append(size(value) if isinstance(value, torch.SymInt) else value)
-    return functools.reduce(lambda a, b: a * b, rest, number)
+    result: Count = number
+    for count in rest:
+        result = result * count
+    return result
 
 
 def numel(tensor: torch.Tensor) -> Count:

@@ -323,12 +323,13 @@ def cost_report(
 def _closed_form(shape: DecoderShape, config: DepthConfig, call: dict[str, Any]) -> CostReport:
     config = _resolve(config, shape)
     base, mixing = vanilla(shape), depth_attention(shape)
-    values = {**shape.values(), S.s: config.stride, S.w: config.recent_window}
+    stride = config.stride or 1
+    values = {**shape.values(), S.s: stride, S.w: config.recent_window}
     extra = S.at(mixing.executed, values)
     before, needed = S.at(base.executed, values), S.at(base.needed, values)
     cache = S.at(base.state, values) * call["dtype"].itemsize
     parameters = S.at(base.parameters, values)
-    notes = ()
+    notes: tuple[str, ...] = ()
     if shape.latent:
         notes = (
             "the cache holds a latent from which values are projected anew in every call, so depthify mixes "
@@ -337,7 +338,7 @@ def _closed_form(shape: DecoderShape, config: DepthConfig, call: dict[str, Any])
     return CostReport(
         shape.name,
         "closed form",
-        config.stride or 1,
+        stride,
         config.recent_window,
         layers=shape.layers,
         expressions=_expressions(
@@ -384,7 +385,7 @@ def _count_model(model: nn.Module, config: DepthConfig, call: dict[str, Any]) ->
     shape = _shape_of(model)
     if shape is not None:
         config = _resolve(config, shape)
-    how: dict[str, bool] = {}
+    how: dict[str, Any] = {}
     notes: tuple[str, ...] = ()
     try:
         expressions, stacks = _count_capture(model, config, call, how)
@@ -411,7 +412,7 @@ def _count_model(model: nn.Module, config: DepthConfig, call: dict[str, Any]) ->
 
 
 def _count_capture(
-    model: nn.Module, config: DepthConfig, call: dict[str, Any], how: dict[str, bool]
+    model: nn.Module, config: DepthConfig, call: dict[str, Any], how: dict[str, Any]
 ) -> tuple[dict[str, sympy.Expr], list[Stack]]:
     from ..passes import mix_graph, plan
     from .cache import cache_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import sympy
+from sympy import Expr
 
 from .decoder import Cost
 from .methods import sources_in_all
@@ -19,8 +20,6 @@ BANDWIDTH = 4.8e12
 
 FLOP_RATE = 989e12
 """Dense bfloat16 FLOPs per second of an H200's tensor cores (NVIDIA's data sheet)."""
-
-Expr = sympy.Expr
 
 
 def bytes_read() -> Expr:
