@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,15 +211,21 @@ def mix(
 
 
 @dataclass(frozen=True, eq=False)
-class Mixed:
+class Source:
+    """What later layers read of a layer: key and (mixed) value in a common order."""
+
+    key: Node
+    value: Node
+    order: tuple[int, ...]
+    factor: float
+    """What the product of a query and this key still has to be multiplied with."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mixed(Source):
     """A layer after the rewrite."""
 
     layer: Layer
-    key: Node
-    value: Node
-    """Key and (mixed) value in the common order, for later layers to read."""
-
-    order: tuple[int, ...]
     raw: Node | None
     """What the value was before; None in a layer without sources."""
 
@@ -236,13 +242,13 @@ def mix_stack(stack: Stack, placements: dict[Layer, Placement], threads: Threads
     for layer in stack.layers:
         placement = placements[layer]
         if layer.sources:
-            done[layer.depth] = _mix_layer(layer, placement, stack, done, threads)
+            done[layer.depth] = mix_layer(layer, placement, done, threads)
         elif layer.depth in needed:
-            done[layer.depth] = _keep_raw(layer, placement)
+            done[layer.depth] = keep_raw(layer, placement)
     return done
 
 
-def _keep_raw(layer: Layer, placement: Placement) -> Mixed:
+def keep_raw(layer: Layer, placement: Placement) -> Mixed:
     """A layer without sources keeps its value; later layers read it and its key in the common order."""
     site = layer.site
     order = memory_order(site)
@@ -257,12 +263,16 @@ def _keep_raw(layer: Layer, placement: Placement) -> Mixed:
         site.value.node,
         layer.depth,
     )
-    return Mixed(layer, key, value, order, None, (), tuple(new))
+    return Mixed(key, value, order, _factor(layer), layer, None, (), tuple(new))
 
 
-def _mix_layer(
-    layer: Layer, placement: Placement, stack: Stack, sources: dict[int, Mixed], threads: Threads
-) -> Mixed:
+def _factor(layer: Layer) -> float:
+    """A rotation multiplies both query and key by the root of its factor; the key may be scaled besides."""
+    return layer.site.key_factor * math.sqrt(layer.score.factor)
+
+
+def mix_layer(layer: Layer, placement: Placement, sources: Mapping[int, Source], threads: Threads) -> Mixed:
+    """Rewrite one layer; ``sources`` by depth, wherever they come from."""
     site, score, anchor = layer.site, layer.score, placement.anchor
     graph = anchor.graph
     point = site.value.node
@@ -287,8 +297,7 @@ def _mix_layer(
     mixed = [sources[j] for j in layer.sources]
     reads = tuple((threads.bring(x.key, graph), threads.bring(x.value, graph)) for x in mixed)
     turns = [_turn(other.order, order) for other in mixed]
-    used = [stack.layers[j] for j in layer.sources] + [layer]
-    factors = [other.site.key_factor * math.sqrt(score.factor * other.score.factor) for other in used]
+    factors = [factor * math.sqrt(score.factor) for factor in (*(x.factor for x in mixed), _factor(layer))]
     scale = site.attention.scale
     count = len(mixed)
     query_dtype = dtype if dtype_of(score.query.node) != dtype else None
@@ -320,7 +329,7 @@ def _mix_layer(
     if common is last:
         common = point
     _check_shape(site, raw)
-    return Mixed(layer, key, common, order, raw, reads, (raw, *new))
+    return Mixed(key, common, order, _factor(layer), layer, raw, reads, (raw, *new))
 
 
 def _turn(theirs: Sequence[int], mine: Sequence[int]) -> tuple[int, ...]:
