@@ -74,7 +74,7 @@ def check_rewrite(
     _no_parameters(new, flow)
     cached = _same_cache(layers)
     added = count_nodes(new)
-    calls = {call.node for call in getattr(flow, "calls", {}).values()}  # their bodies are in flow.nodes
+    calls = {call.node for call in flow.calls.values()}  # their bodies are in flow.nodes
     own = count_nodes((raw.get(node, node) for node in flow.nodes if node not in calls), unknown="zero")
     names = sorted({op_name(node) or str(node.target) for node in own.unknown})
     cost = RewriteCost(own.flops.executed, added.flops.executed, cached, tuple(names))

@@ -6,26 +6,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.nn import Parameter
 
 from ..errors import UnsupportedModelError
 from ..passes.nodes import describe, module_path, shape_of, value_of
 from ..passes.ops import op_name
 from ..passes.sites import AttentionSite
+from ..passes.subgraphs import ModuleBodies, read_call
 from .flops import SOFTMAX_PER_PAIR, Flops, masked_flops, masked_pairs, node_flops, total
 from .polynomials import Count, numel, product, size
-
-_HOLDS_A_GRAPH = frozenset(
-    (
-        "tag_activation_checkpoint",
-        "wrap",
-        "invoke_subgraph",
-        "wrap_with_set_grad_enabled",
-        "wrap_with_autocast",
-    )
-)
-"""Operations that run one graph once: the graph is their first argument that is one."""
 
 
 @dataclass(frozen=True)
@@ -122,25 +112,14 @@ def _masked(site: AttentionSite, count: GraphCount) -> Count:
 
 
 def _flat(nodes: Iterable[Node]) -> Iterator[Node]:
-    """``nodes``, with the nodes of the graph that a node runs in place of that node, where it is at hand."""
+    """``nodes``, with the nodes of the body that a node runs in place of that node, where it is at hand."""
     for node in nodes:
-        body = _body(node)
-        if body is None:
+        owner = node.graph.owning_module
+        call = read_call(node, ModuleBodies(owner)) if owner is not None else None
+        if call is None:
             yield node
         else:
-            yield from _flat(body.graph.nodes)
-
-
-def _body(node: Node) -> GraphModule | None:
-    if getattr(node.target, "__name__", "") not in _HOLDS_A_GRAPH:
-        return None
-    owner = node.graph.owning_module
-    for argument in node.args:
-        if isinstance(argument, Node) and argument.op == "get_attr" and owner is not None:
-            body = getattr(owner, str(argument.target), None)
-            if isinstance(body, GraphModule):
-                return body
-    return None
+            yield from _flat(call.body.graph.nodes)
 
 
 def _missing_text(missing: Sequence[Node]) -> str:

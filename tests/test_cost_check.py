@@ -9,6 +9,7 @@ from fractions import Fraction
 import pytest
 import sympy
 import torch
+import torch.utils.checkpoint
 from cost_decoder import Decoder, captured, named
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -113,6 +114,26 @@ def test_budget_is_an_option_everywhere() -> None:
 def test_budget_must_be_a_positive_number(budget: object) -> None:
     with pytest.raises(OptionError, match="budget="):
         DepthConfig(budget=budget)  # type: ignore[arg-type]
+
+
+class Checkpointed(Decoder):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        return self.head(x)
+
+
+def test_checkpointed_layers_cost_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = []
+
+    def keep(*args: object) -> None:
+        costs.append(check_rewrite(*args))  # type: ignore[arg-type]
+
+    monkeypatch.setattr("depthify.cost_model.check.check_rewrite", keep)
+    for kind in (Decoder, Checkpointed):
+        depthify(kind(), stride=1)(torch.zeros(2, 5, dtype=torch.long))
+    assert costs[0] == costs[1] and costs[0].extra > 0
 
 
 @torch.library.custom_op("depthify_tests::halve", mutates_args=())
