@@ -1,0 +1,76 @@
+"""Build recorded kernels with Triton's compiler and the ptxas in its wheel; no device is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from unittest import mock
+
+from .device import DeviceSpec, pretend
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """One kernel, built for one of its configurations; numbers are None where cuobjdump is missing."""
+
+    name: str
+    config: str
+    ptx: str = ""
+    warps: int | None = None
+    registers: int | None = None
+    stack: int | None = None
+    """Bytes of stack per thread; spilled registers lie here."""
+
+    local: int | None = None
+    shared: int | None = None
+    error: str | None = None
+
+
+def build(name: str, source: str, spec: DeviceSpec | None = None, every: bool = False) -> list[KernelReport]:
+    """Build the first configuration of a kernel, or ``every`` one that the device would choose from."""
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.runtime.triton_heuristics import StaticTritonCompileResult
+
+    reports = []
+    with pretend(spec or DeviceSpec()), contextlib.ExitStack() as stack:
+        # The static launcher would load the binary onto the device.
+        never = staticmethod(lambda *args, **kwargs: None)
+        stack.enter_context(mock.patch.object(StaticTritonCompileResult, "can_statically_launch", never))
+        tuner = getattr(PyCodeCache.load(source), name)
+        configs = list(tuner.configs)
+        for config in configs if every else configs[:1]:
+            try:
+                binary = tuner._precompile_config(config).kernel
+            except Exception as error:  # a kernel that does not build is a finding, not a crash
+                reports.append(KernelReport(name, str(config), error=f"{type(error).__name__}: {error}"))
+                continue
+            used = resources(binary.asm.get("cubin"))
+            shape = ", ".join(f"{key} {value}" for key, value in config.kwargs.items())
+            reports.append(
+                KernelReport(
+                    name, shape, binary.asm["ptx"], binary.metadata.num_warps, *used, binary.metadata.shared
+                )
+            )
+    return reports
+
+
+def resources(cubin: bytes | None) -> tuple[int | None, int | None, int | None]:
+    """Registers, stack and local bytes per thread."""
+    from triton import knobs
+
+    tool = getattr(knobs.nvidia.cuobjdump, "path", None)
+    if not tool or not cubin:
+        return None, None, None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", text)
+    if found is None:
+        return None, None, None
+    return int(found[1]), int(found[2]), int(found[3])
