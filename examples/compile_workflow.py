@@ -1,7 +1,7 @@
 """Two ways to compile a mixed model, and a compiled training step.
 
-``depthify(model)`` rewrites the graph while Dynamo traces it, so whatever compiles the model afterwards gets a
-graph that is mixed already. ``backend="depthify"`` is for callers who only choose a backend by name.
+``depthify(model)`` rewrites the graph while Dynamo traces it, so whatever compiles the model afterwards gets
+a graph that is mixed already. ``backend="depthify"`` is for callers who only choose a backend by name.
 """
 
 import copy

@@ -37,9 +37,8 @@ def compare(cached: str | None) -> None:
     )
     full = model(out.sequences, use_cache=False).logits[:, prompt.shape[1] - 1 : -1]
     difference = (torch.stack(out.logits, dim=1) - full).abs().max() / full.abs().max()
-    print(
-        f"cache: {cached or 'none':8} tokens: {out.sequences[0, 10:18].tolist()} ...  to full: {difference:.1e}"
-    )
+    tokens = out.sequences[0, prompt.shape[1] :].tolist()
+    print(f"cache: {cached or 'none':8} tokens: {tokens[:8]} ...  to full: {difference:.1e}")
 
 
 compare(None)
