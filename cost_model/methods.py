@@ -54,7 +54,8 @@ def layers_with_one_source() -> Expr:
 def mixture_flops(sources: Expr, grouped: bool, one: bool) -> Expr:
     """One token and one key/value head of a layer with ``sources`` sources.
 
-    - mean query: every query head of the group is read, H_q / H_kv d_k; nothing without groups
+    - mean query: every query head of the group is read, H_q / H_kv d_k; nothing without groups; what groups
+      of 8 and more take besides is in :func:`parts_of_mean`
     - scores with the sources' keys and the own one: a product and a sum over d_k each
     - weights: for one source the difference of the scores, the scale, a sigmoid and 1 minus it; for more, the
       scale, then a softmax: maximum and sum over the n + 1 scores (n each), difference, exponential, quotient
@@ -64,6 +65,15 @@ def mixture_flops(sources: Expr, grouped: bool, one: bool) -> Expr:
     scores = 2 * dk * (sources + 1)
     weights = sympy.Integer(4) if one else 4 * (sources + 1) + 2 * sources
     return mean + scores + weights + dv * (2 * sources + 1)
+
+
+def parts_of_mean(shape: DecoderShape) -> int:
+    """What the mean over a large group takes beyond one per query head, per feature: it is a sum of n sums,
+    so n - 1 to add them and one to divide."""
+    from ..passes import mix_values  # which loads the tracer
+
+    parts = len(mix_values.parts_of_mean(shape.query_heads // shape.kv_heads))
+    return parts if parts > 1 else 0
 
 
 def depth_attention(shape: DecoderShape | None = None) -> Cost:
@@ -84,6 +94,8 @@ def depth_attention(shape: DecoderShape | None = None) -> Cost:
         sympy.Integer(1), grouped, one=True
     )
     flops = slope * total + constant * mixed - saved * single
+    if shape is not None:
+        flops += parts_of_mean(shape) * dk * mixed
     most = sources_of_layer(L - 1)
     return Cost(
         "Depth-Attention",

@@ -12,6 +12,7 @@ fuses the mixture into kernels that are there anyway.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -142,6 +143,33 @@ def _sizes(axes: Sequence[Axis], site: AttentionSite) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+LARGEST_PART = 7
+"""Inductor writes a sum of fewer than 8 numbers out in the kernel that uses it; from 8 on it takes one of its
+own."""
+
+
+def parts_of_mean(size: int) -> list[int]:
+    """How many query heads of a group of ``size`` are summed at a time."""
+    count = -(-size // LARGEST_PART)
+    return [size // count + (i < size % count) for i in range(count)]
+
+
+def group_mean(query: Any, dims: Sequence[int], sizes: Sequence[int], dtype: torch.dtype | None) -> Any:
+    """The mean over ``dims``, in ``dtype``; over large groups as a sum of sums."""
+    size = math.prod(sizes)
+    parts = parts_of_mean(size)
+    if len(parts) == 1:
+        return query.mean(dim=list(dims), dtype=dtype)
+    if len(dims) > 1:
+        query = query.flatten(dims[0], dims[-1])
+    ends = itertools.accumulate(parts)
+    sums = [
+        query.narrow(dims[0], end - n, n).sum(dims[0], dtype=dtype)
+        for n, end in zip(parts, ends, strict=True)
+    ]
+    return functools.reduce(operator.add, sums) * (1 / size)
+
+
 def softmax_weights(scores: Sequence[Any]) -> list[Any]:
     """Softmax over a list of equally shaped scores, term by term."""
     highest = functools.reduce(torch.maximum, [score.detach() for score in scores])
@@ -185,6 +213,7 @@ def mix(
     values: Sequence[Any],
     scaling: Scaling,
     group_dims: Sequence[int] = (),
+    group_sizes: Sequence[int] = (),
     query_dtype: torch.dtype | None = None,
     value_dtype: torch.dtype | None = None,
 ) -> Any:
@@ -194,14 +223,15 @@ def mix(
         query: (..., groups, D).
         keys: (..., D) each, in depth order, the layer's own last.
         values: (..., E) each, in depth order, the layer's own raw one last.
-        group_dims: the dimensions of ``query`` to take the mean over.
+        group_dims: the dimensions of ``query`` to take the mean over, next to each other.
+        group_sizes: their sizes, which decide how the mean is taken.
         query_dtype: dtype of scores and weights, if the query has to be cast. Sources are not cast:
         multiplying them
             with a wider factor promotes them, and no wider copy is saved for backward.
         value_dtype: dtype of the result, if it has to be cast.
     """
     if group_dims:
-        query = query.mean(dim=list(group_dims), dtype=query_dtype)
+        query = group_mean(query, group_dims, group_sizes, query_dtype)
     elif query_dtype is not None:
         query = query.to(query_dtype)
     scores = [(query * key).sum(-1, keepdim=True) for key in keys]
@@ -293,7 +323,9 @@ def mix_layer(layer: Layer, placement: Placement, sources: Mapping[int, Source],
         form_of(score.key, site, order),
         form_of(site.value, site, order),
     ]
-    group_dims = range(len(order), len(order) + len(groups(site)))
+    shared = [axis.size for axis in groups(site)]
+    group_dims = range(len(order), len(order) + len(shared))
+    group_sizes = shared if all(isinstance(size, int) for size in shared) else []
     mixed = [sources[j] for j in layer.sources]
     reads = tuple((threads.bring(x.key, graph), threads.bring(x.value, graph)) for x in mixed)
     turns = [_turn(other.order, order) for other in mixed]
@@ -309,7 +341,9 @@ def mix_layer(layer: Layer, placement: Placement, sources: Mapping[int, Source],
         query, key, value = (form.apply(x) for form, x in zip(forms, (query, key, value), strict=True))
         keys = [_permute(x, turn) for x, turn in zip(keys, turns, strict=True)]
         values = [_permute(x, turn) for x, turn in zip(values, turns, strict=True)]
-        common = mix(query, [*keys, key], [*values, value], scaling, group_dims, query_dtype, value_dtype)
+        common = mix(
+            query, [*keys, key], [*values, value], scaling, group_dims, group_sizes, query_dtype, value_dtype
+        )
         return key, common, forms[2].undo(common)
 
     inputs = [
@@ -330,6 +364,11 @@ def mix_layer(layer: Layer, placement: Placement, sources: Mapping[int, Source],
         common = point
     _check_shape(site, raw)
     return Mixed(key, common, order, _factor(layer), layer, raw, reads, (raw, *new))
+
+
+def in_order(x: Any, order: Sequence[int]) -> Any:
+    """A tensor in a common order, brought into the order of the attention: lanes, tokens, features."""
+    return _permute(x, _turn(order, range(len(order))))
 
 
 def _turn(theirs: Sequence[int], mine: Sequence[int]) -> tuple[int, ...]:

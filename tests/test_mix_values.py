@@ -3,13 +3,15 @@ gradients."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from depthify.passes.mix_values import Form, Scaling, mix
+from depthify.passes.mix_values import Form, Scaling, group_mean, mix, parts_of_mean
 from depthify.reference import depth_mix, depth_weights
 
 
@@ -48,6 +50,7 @@ def _mixed(query: Tensor, keys: list[Tensor], values: list[Tensor], scale: float
         [_token_major(v) for v in values],
         Scaling(scale),
         [3],
+        [grouped.shape[3]],
         wide if wide != query.dtype else None,
         values[-1].dtype if wide != values[-1].dtype else None,
     )
@@ -108,6 +111,17 @@ def test_equal_keys_share_equally_and_a_far_better_key_takes_all() -> None:
     mean = query.reshape(1, 2, 2, 3, 8).mean(2)
     won = _mixed(query, [keys[0], mean * 100, keys[2]], values, 10.0, 2)
     torch.testing.assert_close(won, values[1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(7,), (8,), (12,), (71,), (2, 3), (2, 4), (4, 11), (6, 8), (22,)])
+def test_means_over_groups_of_all_sizes(sizes: tuple[int, ...]) -> None:
+    query = torch.randn(2, 5, 3, *sizes, 4, dtype=torch.float64).to(torch.bfloat16)
+    dims = range(3, 3 + len(sizes))
+    found = group_mean(query, dims, sizes, torch.float32)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, query.float().mean(list(dims)))
+    parts = parts_of_mean(math.prod(sizes))
+    assert sum(parts) == math.prod(sizes) and max(parts) < 8
 
 
 def test_a_key_that_attention_rescales_counts_with_its_factor() -> None:

@@ -1,4 +1,4 @@
-"""Print what mixing adds to the kernels Inductor generates for an H200. Needs no GPU, but a CUDA build of torch.
+"""Print what mixing adds to the kernels Inductor generates for an H200: needs no GPU, but torch for CUDA.
 
     python examples/benchmarks/kernel_table.py                              # 4 layers, GQA, every scenario
     python examples/benchmarks/kernel_table.py --layouts gqa,mha,mqa --layers 4,12 --json kernels.json
