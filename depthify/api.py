@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +31,8 @@ def depthify(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
     dynamic: bool | None = None,
+    regions: str = "auto",
+    blocks: Sequence[nn.Module] | None = None,
 ) -> Model:
     """Let every layer's query attend over the keys of a few earlier layers and mix their values into its own.
 
@@ -38,28 +41,38 @@ def depthify(
     ``generate``, DDP and so on.
 
     Args:
-        model: an ``nn.Module`` (changed in place and returned), a ``GraphModule`` or an ``ExportedProgram``.
-        stride: distance between source layers; None takes the one in the model's config, else half the
-        layer count. recent_window: how many directly preceding layers are sources as well.
+        model: an ``nn.Module`` (changed in place and returned), or a ``GraphModule`` or ``ExportedProgram``
+            (a new one is returned).
+        stride: distance between source layers; None takes the one in the model's config, else half the layer
+            count.
+        recent_window: how many directly preceding layers are sources as well.
         budget: largest part of the model's FLOPs that mixing may add, decided for all batch sizes and lengths
-        when the graph is rewritten. None: 0.01, or 100 kFLOP per token where that is more.
-        backend: how the captured graph is run when no outer ``torch.compile`` is there: "eager" as it is,
-        or any
-            ``torch.compile`` backend, with its ``mode``, ``options`` and ``dynamic``.
+            when the graph is rewritten. None: 0.01, or 100 kFLOP per token where that is more.
+        backend: how the captured graph is run when no outer ``torch.compile`` is there: "eager" as it is, or
+            any ``torch.compile`` backend, with its ``mode``, ``options`` and ``dynamic``.
+        regions: "model" captures the whole model in one graph; "block" captures each decoder block on its own
+            and carries the sources from one to the next, for models that are cut between blocks (FSDP2,
+            hooks) and for a capture time that does not grow with depth; "auto" takes "model" unless hooks
+            on the blocks make it impossible.
+        blocks: the decoder blocks, if they are not the members of the model's only module list.
 
     Raises:
         OptionError: an argument is not allowed, or the model is compiled or mixed already.
         BudgetError: when the graph is rewritten, mixing adds more arithmetic than ``budget`` allows.
-        UnsupportedModelError, NotMixedError: at the first call, when the captured graph shows that the
-        model cannot be
-            mixed correctly. The model never runs without mixing.
+        UnsupportedModelError, NotMixedError: at the first call, when the captured graph shows that the model
+            cannot be mixed correctly. The model never runs without mixing.
     """
     config = DepthConfig(stride=stride, recent_window=recent_window, budget=budget)
     if isinstance(model, torch.export.ExportedProgram) or isinstance(model, GraphModule):
         from .graph import rewrite
 
         _only_for_modules(
-            backend=(backend, "eager"), mode=(mode, None), options=(options, None), dynamic=(dynamic, None)
+            backend=(backend, "eager"),
+            mode=(mode, None),
+            options=(options, None),
+            dynamic=(dynamic, None),
+            regions=(regions, "auto"),
+            blocks=(blocks, None),
         )
         return rewrite(model, config)  # type: ignore[return-value]
     if not isinstance(model, nn.Module):
@@ -68,6 +81,8 @@ def depthify(
             "ExportedProgram"
         )
     compile_options = _compile_options(backend, mode, options, dynamic)
+    if regions not in ("auto", "model", "block"):
+        raise OptionError(f"regions={regions!r}: regions must be 'auto', 'model' or 'block'")
     recorded = huggingface.read_config(model)
     if recorded is not None and stride is None:
         config = replace(
@@ -75,7 +90,7 @@ def depthify(
         )
     from .module import attach
 
-    return attach(model, config, compile_options)  # type: ignore[return-value]
+    return attach(model, config, compile_options, regions, blocks)  # type: ignore[return-value]
 
 
 def restore(model: Model) -> Model:

@@ -6,11 +6,11 @@ capture, and covers callers that call the inner model directly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from .errors import DepthifyError
+from .errors import OptionError
 
 
 def block_lists(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -49,8 +49,19 @@ def _ancestors(path: str) -> Iterator[str]:
         yield path
 
 
-def find_owner(model: nn.Module) -> tuple[str, nn.Module, list[nn.Module]]:
-    """The module to attach to, its path, and its blocks (empty where several lists make that unclear)."""
+def find_owner(
+    model: nn.Module, blocks: Sequence[nn.Module] | None = None
+) -> tuple[str, nn.Module, list[nn.Module]]:
+    """The module to attach to, its path, and its blocks (empty where several lists make that unclear).
+
+    Args:
+        blocks: the decoder blocks, where the caller names them.
+
+    Raises:
+        OptionError: a named block is no part of the model, or no module around them has a forward.
+    """
+    if blocks is not None:
+        return _owner_of(model, blocks)
     lists = block_lists(model)
     if len(lists) > 1:
         decoder = _decoder_of(model)
@@ -63,7 +74,7 @@ def find_owner(model: nn.Module) -> tuple[str, nn.Module, list[nn.Module]]:
         owner = model.get_submodule(ancestor)
         if _runs(owner):
             return ancestor, owner, list(blocks.children())
-    raise DepthifyError(f"no module around {path!r} of {type(model).__name__} has a forward")
+    raise OptionError(f"model: no module around {path!r} of {type(model).__name__} has a forward")
 
 
 def _decoder_of(model: nn.Module) -> str | None:
@@ -80,3 +91,27 @@ def _decoder_of(model: nn.Module) -> str | None:
         if module is decoder and path:
             return f"{path}."
     return None
+
+
+def _owner_of(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[str, nn.Module, list[nn.Module]]:
+    """The smallest module with a forward around all of ``blocks``."""
+    paths = {module: path for path, module in model.named_modules()}
+    named = list(blocks) if isinstance(blocks, (list, tuple, nn.ModuleList)) else []
+    missing = [
+        type(block).__name__ for block in named if not isinstance(block, nn.Module) or block not in paths
+    ]
+    if len(named) < 2 or missing:
+        raise OptionError(
+            f"blocks={[type(b).__name__ for b in named]}: blocks must be a list of at least two modules of "
+            "the model" + (f"; not in it: {missing}" if missing else "")
+        )
+    common = paths[named[0]]
+    while not all(paths[block].startswith(f"{common}." if common else "") for block in named) or not _runs(
+        model.get_submodule(common)
+    ):
+        if not common:
+            raise OptionError(
+                f"model: no module of {type(model).__name__} around the given blocks has a forward"
+            )
+        common = common.rpartition(".")[0]
+    return common, model.get_submodule(common), named

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -10,8 +12,10 @@ from . import huggingface
 from .attach import find_owner
 from .config import DepthConfig
 from .errors import DepthifyError, NotMixedError, OptionError
-from .module import State, _attached_class, attached_modules, original_class
+from .module import State, attached_modules, swap, unswap
 from .report import DepthReport
+
+_OPTIONS = {"backend": "eager", "mode": None, "options": None, "dynamic": None}
 
 
 def dry_run(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> DepthReport:
@@ -26,28 +30,39 @@ def dry_run(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> DepthRepor
     if attached:
         owner, config = attached[0], attached[0]._depthify.config
     else:
-        _, owner, _ = find_owner(model)
+        owner = find_owner(model)[1]
         config = huggingface.read_config(model) or DepthConfig()
         huggingface.prepare(model)
-    options = {"backend": "eager", "mode": None, "options": None, "dynamic": None}
-    state = State(type(owner).__qualname__, config, options)
+    state = State(type(owner).__qualname__, config, _OPTIONS)
     reports: list[DepthReport] = []
     state.on_report = reports.append
-    before = owner.__dict__.get("_depthify")
-    owner.__dict__["_depthify"] = state
-    if not attached:
-        owner.__class__ = _attached_class(type(owner))
-    try:
-        model(*args, **kwargs)
-    except DepthifyError:
-        if not reports:
-            raise
-    finally:
-        if attached:
-            owner.__dict__["_depthify"] = before
-        else:
-            owner.__class__ = original_class(owner)
-            del owner.__dict__["_depthify"]
+    with _in_place_of(attached), contextlib.suppress(_AfterReport):
+        swap(owner, state)
+        try:
+            model(*args, **kwargs)
+        except DepthifyError as error:
+            if not reports:
+                raise
+            raise _AfterReport from error
+        finally:
+            unswap(owner)
     if not reports:
         raise NotMixedError(f"{state.name} was not run by this call of the model")
     return reports[0]
+
+
+class _AfterReport(Exception):
+    """The capture ended at its end mark, as a dry run should."""
+
+
+@contextlib.contextmanager
+def _in_place_of(attached: list[Any]) -> Iterator[None]:
+    """Take the attachment off for a while."""
+    states = [module._depthify for module in attached]
+    for module in attached:
+        unswap(module)
+    try:
+        yield
+    finally:
+        for module, state in zip(attached, states, strict=True):
+            swap(module, state)

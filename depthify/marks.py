@@ -7,9 +7,11 @@ captured, and raises. Imported only when a model is attached, as it loads Dynamo
 
 from __future__ import annotations
 
+import operator
 import weakref
 from typing import Any
 
+import torch
 from torch._dynamo.comptime import ComptimeContext, comptime
 from torch.fx import Graph, Node
 
@@ -17,6 +19,7 @@ from .errors import DepthifyError, NotMixedError
 from .torch_internals import TracedBodies, refusal_during_trace, traced_graphs
 
 _begun: weakref.WeakKeyDictionary[Graph, list[Node | None]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[Graph, tuple[Node, Node]] = weakref.WeakKeyDictionary()
 _rewriters: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
@@ -42,6 +45,30 @@ def _end(context: ComptimeContext) -> None:
         _rewriters[key].rewrite(graph, starts.pop(), TracedBodies(context))
     except DepthifyError as error:
         raise refusal_during_trace(error) from None
+
+
+def _end_of_block(context: ComptimeContext) -> None:
+    graph = context.graph()
+    starts = _begun.get(graph)
+    key = context.get_local("key").as_python_constant()
+    inputs = [proxy.node for proxy in context.get_local("sources").as_proxy()]
+    state = _rewriters[key]
+    try:
+        if not starts:
+            raise NotMixedError(_cut_text(state.name))
+        pairs = list(zip(inputs[::2], inputs[1::2], strict=True))
+        _made[graph] = state.rewrite_block(graph, starts.pop(), TracedBodies(context), pairs)
+    except DepthifyError as error:
+        raise refusal_during_trace(error) from None
+
+
+def _export(context: ComptimeContext) -> None:
+    """Let the two placeholders stand for the block's key and mixed value."""
+    made = _made.pop(context.graph())
+    for name, node in zip(("source_key", "source_value"), made, strict=True):
+        stand_in = context.get_local(name).as_proxy().node
+        stand_in.target, stand_in.args, stand_in.kwargs = operator.getitem, ((node,), 0), {}
+        stand_in.meta["example_value"] = node.meta["example_value"]
 
 
 def _inside(context: ComptimeContext) -> None:
@@ -76,6 +103,28 @@ def run_marked(module: Any, key: str, name: str, args: tuple, kwargs: dict[str, 
     result = module._original_forward(*args, **kwargs)
     comptime(_end, lambda: _not_captured(name))
     return result
+
+
+def run_marked_block(
+    module: Any, key: str, name: str, sources: list[Any], exports: bool, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Run the original forward of a decoder block between the marks.
+
+    Args:
+        sources: key and mixed value of each source, flat: k0, v0, k1, v1, ...
+        exports: whether later blocks read this one.
+
+    Returns:
+        The block's own result, and its key and mixed value (None, None unless ``exports``).
+    """
+    comptime(_begin, lambda: _not_captured(name))
+    result = module._original_forward(*args, **kwargs)
+    comptime(_end_of_block, lambda: _not_captured(name))
+    if not exports:
+        return result, None, None
+    source_key, source_value = torch.zeros(0), torch.zeros(0)
+    comptime(_export, lambda: _not_captured(name))
+    return result, source_key, source_value
 
 
 def check_inside(name: str) -> None:

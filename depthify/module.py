@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +22,9 @@ from . import huggingface
 from .attach import find_owner
 from .config import DepthConfig
 from .errors import NotMixedError, OptionError
+from .regions import BlockState, Regions
 from .report import DepthReport, report_of
-from .torch_internals import compile_keywords, own_code
+from .torch_internals import compile_keywords, hides_from_dynamo, own_code
 
 if TYPE_CHECKING:
     from .passes.subgraphs import Bodies
@@ -31,6 +32,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _keys = (f"depthify-{i}" for i in itertools.count())
+
+
+def new_key(state: Any) -> str:
+    """A name under which the marks find ``state``: only strings pass through a trace."""
+    from .marks import register
+
+    key = next(_keys)
+    register(key, state)
+    return key
+
+
 _RECOMPILE_LIMIT = 64
 """Captures one model keeps; beyond that it starts over with an empty store instead of giving up."""
 
@@ -38,25 +50,33 @@ _RECOMPILE_LIMIT = 64
 class State:
     """What an attached module knows: its configuration, how to compile, and what was captured."""
 
-    def __init__(self, name: str, config: DepthConfig, compile_options: dict[str, Any]) -> None:
+    def __init__(
+        self, name: str, config: DepthConfig, compile_options: dict[str, Any], blocks: Sequence[str] = ()
+    ) -> None:
         self.name = name
         self.config = config
         self.compile_options = compile_options
+        self.blocks = tuple(blocks)
+        """Paths of the blocks to capture one by one should hooks cut the whole capture; empty: never do that."""
+
         self.report: DepthReport | None = None
         self.on_report: Callable[[DepthReport], None] | None = None
         """Set for a dry run: takes the report, and the capture ends there."""
 
         self._compiled: Any = None
-        self.key = next(_keys)
-        from .marks import register
-
-        register(self.key, self)
+        self.key = new_key(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return State, (self.name, self.config, self.compile_options)
+        return State, (self.name, self.config, self.compile_options, self.blocks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
-        return State(self.name, self.config, self.compile_options)
+        return State(*self.__reduce__()[1])
+
+    def traced(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The forward of ``module`` inside a trace."""
+        from .marks import run_marked
+
+        return run_marked(module, self.key, self.name, args, kwargs)
 
     def rewrite(self, graph: Graph, start: Node | None, bodies: Bodies) -> None:
         """Called at the end mark, while Dynamo traces."""
@@ -96,6 +116,9 @@ class State:
             self._compiled = None
             return self.compiled()(module, self.key, self.name, args, kwargs)
         except Unsupported as error:
+            blocks = [module.get_submodule(path) for path in self.blocks]
+            if any(_cut(block) for block in blocks):
+                return _switch_to_blocks(module, self).run(module, args, kwargs)
             raise NotMixedError(
                 f"{self.name} cannot be captured in one graph, so nothing would be mixed. Dynamo says: "
                 f"{error}"
@@ -122,33 +145,32 @@ def _check_same(name: str, before: DepthReport, now: DepthReport) -> None:
 class Depthified:
     """Base of the generated classes. ``isinstance(model, Depthified)`` tells an attached module."""
 
-    _depthify: State
+    _depthify: State | Regions | BlockState
 
     def _original_forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _rebuild, (original_class(self),), self.__dict__.copy()
-
-
-def original_class(module: Any) -> type[nn.Module]:
-    """The class an attached module had before."""
-    return type(module).__mro__[2]
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        base = vars(type(self)).get("_depthify_base")
+        if base is None:  # another library subclassed the generated class; it knows how to copy its own
+            return super().__reduce_ex__(protocol)
+        return _rebuild, (base,), self.__dict__.copy()
 
 
 @functools.cache
-def _attached_class(base: type[nn.Module]) -> type[nn.Module]:
+def attached_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of ``base`` whose forward is captured and rewritten."""
+
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = self._depthify
         if torch.compiler.is_dynamo_compiling():
-            from .marks import run_marked
-
-            return run_marked(self, state.key, state.name, args, kwargs)
+            return state.traced(self, args, kwargs)
         return state.run(self, args, kwargs)
 
     body = {
         "forward": forward,
+        "_depthify_base": base,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
@@ -157,35 +179,111 @@ def _attached_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def _rebuild(base: type[nn.Module]) -> nn.Module:
-    attached = _attached_class(base)
+    attached = attached_class(base)
     return attached.__new__(attached)
+
+
+def swap(module: nn.Module, state: Any) -> None:
+    """Give ``module`` the attached class and a state."""
+    module.__dict__["_depthify"] = state
+    module.__class__ = attached_class(type(module))
+
+
+def unswap(module: Any) -> None:
+    """Give ``module`` the class it had before."""
+    base = vars(type(module)).get("_depthify_base")
+    if base is None:
+        raise OptionError(
+            f"{type(module).__name__} was changed by another library after depthify (fully_shard, say), so "
+            "its "
+            "class cannot be put back. Restore in the reverse order"
+        )
+    module.__class__ = base
+    del module.__dict__["_depthify"]
 
 
 def attached_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, Depthified)]
 
 
-def attach(model: nn.Module, config: DepthConfig, compile_options: dict[str, Any]) -> nn.Module:
-    """Attach to the module of ``model`` that runs all decoder blocks; returns ``model``."""
+def attach(
+    model: nn.Module,
+    config: DepthConfig,
+    compile_options: dict[str, Any],
+    regions: str = "auto",
+    blocks: Sequence[nn.Module] | None = None,
+) -> nn.Module:
+    """Attach to the module of ``model`` that runs all decoder blocks, and to the blocks; returns
+    ``model``."""
     _check_attachable(model)
-    path, owner, blocks = find_owner(model)
-    if "forward" in vars(owner):
+    path, owner, found = find_owner(model, blocks)
+    name = type(owner).__qualname__ + (f" at {path!r}" if path else "")
+    chosen = regions
+    if regions == "auto":
+        chosen = "block" if any(_cut(block) for block in found) else "model"
+    if chosen == "block" and not found:
         raise OptionError(
-            f"{path or type(model).__name__} has a forward of its own on the object (set by a hook or a "
-            "patch), which "
-            "would hide the mixed one. Call depthify before adding such hooks"
+            f"regions='block': {name} has no single list of decoder blocks. Name them with blocks=[...], "
+            "or use "
+            "regions='model'"
         )
-    state = State(type(owner).__qualname__ + (f" at {path!r}" if path else ""), config, compile_options)
+    for module in (owner, *(found if chosen == "block" else ())):
+        if "forward" in vars(module):
+            raise OptionError(
+                f"{type(module).__name__} in {path or 'the model'} has a forward of its own on the object "
+                "(set by a "
+                "hook or a patch), which would hide the mixed one. Call depthify before adding such hooks"
+            )
+    paths = {module: path for path, module in owner.named_modules()}
+    blocks_at = [paths[block] for block in found]
+    state: State | Regions
+    if chosen == "block":
+        state = Regions(name, config, compile_options, len(found), _why_blocks(found))
+    else:
+        state = State(name, config, compile_options, blocks_at if regions == "auto" else ())
     _check_compiles(state)
-    huggingface.prepare(model)
-    owner.__dict__["_depthify"] = state
-    owner.__class__ = _attached_class(type(owner))
-    _guard_blocks(blocks, state.name)
+    if isinstance(state, State):
+        huggingface.prepare(model)
+    swap(owner, state)
+    if isinstance(state, Regions):
+        _attach_blocks(owner, state, blocks_at)
+    else:
+        _guard_blocks(found, state.name)
     huggingface.write_config(model, config)
     return model
 
 
-def _check_compiles(state: State) -> None:
+def _attach_blocks(owner: nn.Module, state: Regions, paths: Sequence[str]) -> None:
+    log.info("%s is captured block by block%s", state.name, f": {state.reason}" if state.reason else "")
+    for path in paths:
+        swap(owner.get_submodule(path), BlockState(state, path))
+
+
+def _switch_to_blocks(owner: nn.Module, state: State) -> Regions:
+    """Hooks were added after depthify, and no capture can go through them."""
+    blocks = [owner.get_submodule(path) for path in state.blocks]
+    regions = Regions(state.name, state.config, state.compile_options, len(blocks), _why_blocks(blocks))
+    _unguard_blocks(owner)
+    owner.__dict__["_depthify"] = regions
+    _attach_blocks(owner, regions, state.blocks)
+    return regions
+
+
+def _why_blocks(blocks: Sequence[nn.Module]) -> str:
+    cut = next((block for block in blocks if _cut(block)), None)
+    return f"{type(cut).__name__} has hooks that no capture can go through" if cut is not None else ""
+
+
+def _cut(block: nn.Module) -> bool:
+    """Whether hooks around ``block`` or inside it are kept out of traces."""
+    return any(
+        hides_from_dynamo(hook)
+        for module in block.modules()
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    )
+
+
+def _check_compiles(state: State | Regions) -> None:
     """Unknown modes and options are errors now, not at the first call."""
     options = state.compile_options
     if options["backend"] == "eager":
@@ -229,16 +327,19 @@ def _guard_blocks(blocks: list[nn.Module], name: str) -> None:
         block.register_forward_pre_hook(guard)
 
 
+def _unguard_blocks(model: nn.Module) -> None:
+    for module in model.modules():
+        for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, BlockGuard)]:
+            del module._forward_pre_hooks[key]
+
+
 def detach(model: nn.Module) -> nn.Module:
     """Give every attached module its original class back; returns ``model``."""
     found = attached_modules(model)
     if not found:
         raise OptionError("the model is not mixed, so there is nothing to restore")
     for module in found:
-        module.__class__ = original_class(module)
-        del module.__dict__["_depthify"]
-    for module in model.modules():
-        for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, BlockGuard)]:
-            del module._forward_pre_hooks[key]
+        unswap(module)
+    _unguard_blocks(model)
     huggingface.clear_config(model)
     return model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,6 +26,10 @@ class LayerReport:
     cached: bool
     written_as: str
     """``scaled_dot_product_attention`` or the product that ends a written-out attention."""
+
+    def at(self, depth: int, module: str, sources: tuple[int, ...]) -> LayerReport:
+        """The same kind of layer at another place."""
+        return replace(self, depth=depth, module=module, sources=sources)
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class DepthReport:
 def report_of(findings: Findings, stacks: list[Stack]) -> DepthReport:
     """Describe what :func:`depthify.passes.plan` returned."""
     layers = tuple(
-        _layer(layer.depth, number, layer.sources, layer.site)
+        layer_report(layer.depth, number, layer.sources, layer.site)
         for number, stack in enumerate(stacks)
         for layer in stack.layers
     )
@@ -116,7 +120,7 @@ def _refusal(refusal: Refusal) -> RefusalReport:
     )
 
 
-def _layer(depth: int, stack: int, sources: tuple[int, ...], site: AttentionSite) -> LayerReport:
+def layer_report(depth: int, stack: int, sources: tuple[int, ...], site: AttentionSite) -> LayerReport:
     from .passes.ops import op_name
     from .passes.order_layers import features, groups, lanes
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph
 from torch.utils._pytree import tree_leaves
@@ -142,3 +143,21 @@ def traced_graphs(context: Any) -> list[Graph]:
         graphs.append(tracer.graph)
         tracer = tracer.parent
     return graphs
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running: a forward inside it is a checkpoint that recomputes."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def hides_from_dynamo(hook: Any) -> bool:
+    """Whether a hook is kept out of traces, so that no capture can go through the module it is on."""
+    function = getattr(hook, "__func__", hook)
+    return bool(getattr(function, "_torchdynamo_disable", False))
+
+
+def real_value(node: Any) -> Tensor | None:
+    """The tensor a graph input stands for in the call that Dynamo is tracing; None where there is none."""
+    argument = node.meta.get("grapharg")
+    found = getattr(argument, "example", None) if argument is not None else None
+    return found if isinstance(found, Tensor) and not isinstance(found, FakeTensor) else None

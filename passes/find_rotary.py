@@ -22,6 +22,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
+from ..torch_internals import real_value
 from .axes import AxisRole, Layout, axis_dim, step_back
 from .dataflow import Dataflow, Dependencies
 from .nodes import is_number, is_tensor, shape_of, value_of
@@ -270,9 +271,11 @@ def _measure(query: _Region, key: _Region, flow: Dataflow) -> float | None:
     plain, rotated = ((x[0] * x[1]).sum(-1).flatten() for x in (before, after))
     factor = float((plain @ rotated) / (plain @ plain))
     wrong = float((rotated - factor * plain).abs().max() / rotated.abs().max())
-    if not factor > 0 or not wrong < _TOLERANCE:
+    if not factor > 0 or not wrong < source.tolerance:
         return None
-    return factor if abs(factor - 1) > _TOLERANCE else 1.0
+    if abs(factor - 1) < source.tolerance:
+        return 1.0
+    return factor if source.tolerance < 1e-4 else None  # a factor known to two digits is not known
 
 
 def _rows(x: Tensor, layout: Layout) -> Tensor:
@@ -295,6 +298,8 @@ class _Source:
         self._generator = torch.Generator().manual_seed(0)
         self._values: dict[Node, Any] = {}
         self._angles: dict[Node, Tensor] = {}
+        self.tolerance = _TOLERANCE
+        """Tables in float32 or less are rotations up to their own rounding only."""
 
     def random(self, shape: list[int]) -> Tensor:
         return torch.randn(shape, generator=self._generator, dtype=torch.double)
@@ -318,9 +323,25 @@ class _Source:
         if name in _ANGLES:
             angle = self.angle(node.all_input_nodes[0])
             return angle.cos() if name.startswith("cos") else angle.sin()
-        if not node.all_input_nodes or node.op in ("placeholder", "get_attr"):
+        if node.op == "placeholder":
+            return self._table(node)
+        if has_role(node, Role.CREATE) and not node.all_input_nodes and node.op == "call_function":
+            kwargs = {name: x for name, x in node.kwargs.items() if name != "device"}
+            return node.target(*tree_map(_hint, node.args), **tree_map(_hint, kwargs))  # type: ignore[operator]
+        if not node.all_input_nodes:
             raise ValueError(f"the values of {node.name} are not known")
         return _run(node, self.position)
+
+    def _table(self, node: Node) -> Tensor:
+        """A table of sines and cosines that is an input: the values it has in the call that is captured."""
+        real = real_value(node)
+        if real is None or list(real.shape) != _shape(node):
+            raise ValueError(f"the values of {node.name} are not known")
+        if not (real.is_floating_point() or real.is_complex()):
+            return real.detach().cpu()
+        # However it is stored, a table is computed in float32.
+        self.tolerance = max(self.tolerance, *(16 * torch.finfo(x).eps for x in (real.dtype, torch.float32)))
+        return real.detach().cpu().to(torch.complex128 if real.is_complex() else torch.double)
 
     def angle(self, node: Node) -> Tensor:
         """Random angles; where they are laid out from others (joined with themselves, say), so are the

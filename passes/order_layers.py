@@ -47,21 +47,13 @@ def order_layers(findings: Findings, config: DepthConfig) -> list[Stack]:
         side, or
             sources whose heads have another shape.
     """
-    unsupported = [r for r in findings.refusals if r.verdict is Verdict.UNSUPPORTED]
-    if unsupported:
-        raise UnsupportedModelError(
-            f"{len(unsupported)} of {len(findings.sites) + len(unsupported)} causal self-attention layers "
-            "cannot be "
-            f"mixed, so none was:\n{refusals_text(unsupported)}"
-        )
+    check_supported(findings)
     if not findings.sites:
         seen = (
             f" What looks like attention and is not:\n{refusals_text(findings.refusals)}"
             if findings.refusals
-            else (
-                " No product of a softmax and values, and no scaled_dot_product_attention, is in the "
-                "captured graph."
-            )
+            else " No product of a softmax and values, and no scaled_dot_product_attention, is in the "
+            "captured graph."
         )
         raise UnsupportedModelError(f"no causal self-attention found, so there is nothing to mix.{seen}")
     finder = RotaryFinder(findings.flow, findings.needs)
@@ -73,6 +65,17 @@ def order_layers(findings: Findings, config: DepthConfig) -> list[Stack]:
             "needs at least two, one computed from the other"
         )
     return stacks
+
+
+def check_supported(findings: Findings) -> None:
+    """Raise if there is causal self-attention that cannot be mixed correctly: then nothing is mixed."""
+    unsupported = [r for r in findings.refusals if r.verdict is Verdict.UNSUPPORTED]
+    if unsupported:
+        raise UnsupportedModelError(
+            f"{len(unsupported)} of {len(findings.sites) + len(unsupported)} causal self-attention layers "
+            "cannot "
+            f"be mixed, so none was:\n{refusals_text(unsupported)}"
+        )
 
 
 def _in_sequence(sites: list[AttentionSite], needs: Dependencies) -> list[list[AttentionSite]]:

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from ..errors import UnsupportedModelError
 from .dataflow import Dataflow
-from .mix_values import Mixed
+from .mix_values import Mixed, Source
 from .nodes import describe, same_size, value_of
 from .ops import Role, has_role
 from .subgraphs import Threads
@@ -28,7 +28,7 @@ def snapshot(graphs: Iterable[Graph]) -> Snapshot:
     }
 
 
-def verify(flow: Dataflow, before: Snapshot, mixed: Sequence[dict[int, Mixed]], threads: Threads) -> None:
+def verify(flow: Dataflow, before: Snapshot, mixed: Sequence[dict[int, Any]], threads: Threads) -> None:
     """Compare a rewritten program, freshly indexed in ``flow``, with its snapshot.
 
     - inputs, weights and outputs are the same nodes, in the same order;
@@ -40,12 +40,14 @@ def verify(flow: Dataflow, before: Snapshot, mixed: Sequence[dict[int, Mixed]], 
     """
     for graph in flow.graphs:
         graph.lint()
-    done = [layer for stack in mixed for layer in stack.values()]
+    done = [layer for stack in mixed for layer in stack.values() if isinstance(layer, Mixed)]
     values = {layer.layer.site.value.node for layer in done if layer.raw is not None}
     inserted = {node for layer in done for node in layer.inserted} | set(threads.inserted)
     _verify_nodes(flow, before, values, inserted, threads.extended)
     for stack in mixed:
         for layer in stack.values():
+            if not isinstance(layer, Mixed):
+                continue  # a source from outside
             if layer.raw is not None:
                 _verify_reads(layer, stack, flow)
                 _verify_readers(layer, flow)
@@ -114,7 +116,7 @@ def _verify_readers(layer: Mixed, flow: Dataflow) -> None:
         raise AssertionError(f"{describe(site.output)} does not read its mixed value")
 
 
-def _verify_reads(layer: Mixed, stack: dict[int, Mixed], flow: Dataflow) -> None:
+def _verify_reads(layer: Mixed, stack: dict[int, Source], flow: Dataflow) -> None:
     site, score = layer.layer.site, layer.layer.score
     wanted = [(stack[j].key, stack[j].value) for j in layer.layer.sources]
     if [(flow.behind(key), flow.behind(value)) for key, value in layer.reads] != [
