@@ -27,6 +27,7 @@ def depthify(
     *,
     recent_window: int = 0,
     budget: float | None = None,
+    recompute: bool = False,
     backend: Any = "eager",
     mode: str | None = None,
     options: dict[str, Any] | None = None,
@@ -48,6 +49,8 @@ def depthify(
         recent_window: how many directly preceding layers are sources as well.
         budget: largest part of the model's FLOPs that mixing may add, decided for all batch sizes and lengths
             when the graph is rewritten. None: 0.01, or 100 kFLOP per token where that is more.
+        recompute: compute mixed values again in backward instead of saving them, when the graph is compiled
+            by a backend that splits forward and backward (Inductor, aot_eager).
         backend: how the captured graph is run when no outer ``torch.compile`` is there: "eager" as it is, or
             any ``torch.compile`` backend, with its ``mode``, ``options`` and ``dynamic``.
         regions: "model" captures the whole model in one graph; "block" captures each decoder block on its own
@@ -62,7 +65,7 @@ def depthify(
         UnsupportedModelError, NotMixedError: at the first call, when the captured graph shows that the model
             cannot be mixed correctly. The model never runs without mixing.
     """
-    config = DepthConfig(stride=stride, recent_window=recent_window, budget=budget)
+    config = DepthConfig(stride=stride, recent_window=recent_window, budget=budget, recompute=recompute)
     if isinstance(model, torch.export.ExportedProgram) or isinstance(model, GraphModule):
         from .graph import rewrite
 

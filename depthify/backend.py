@@ -13,7 +13,7 @@ from .config import DepthConfig
 from .errors import DepthifyError, NotMixedError, OptionError
 from .torch_internals import is_whole_capture, refusal_during_trace
 
-_OPTIONS = ("stride", "recent_window", "budget", "backend", "options", "mode")
+_OPTIONS = ("stride", "recent_window", "budget", "recompute", "backend", "options", "mode")
 
 
 def depthify_backend(
@@ -25,8 +25,8 @@ def depthify_backend(
 ) -> Callable[..., Any]:
     """Rewrite the graph Dynamo captured, then hand it to an inner backend.
 
-    Options: ``stride``, ``recent_window`` and ``budget`` as in :func:`depthify.depthify`; ``backend``
-    (default "inductor") with its own ``options`` or ``mode``.
+    Options: ``stride``, ``recent_window``, ``budget`` and ``recompute`` as in :func:`depthify.depthify`;
+    ``backend`` (default "inductor") with its own ``options`` or ``mode``.
 
     Raises:
         OptionError: an unknown or unusable option.
@@ -63,6 +63,7 @@ def _read_options(options: dict[str, Any], mode: str | None) -> tuple[DepthConfi
         stride=options.get("stride"),
         recent_window=options.get("recent_window", 0),
         budget=options.get("budget"),
+        recompute=options.get("recompute", False),
     )
     backend = options.get("backend", "inductor")
     inner_mode = options.get("mode", mode)

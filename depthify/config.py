@@ -46,12 +46,18 @@ class DepthConfig:
     token where that is more, which only models of less than about 5 million weights notice. ``float("inf")``
     allows everything."""
 
+    recompute: bool = False
+    """Compute mixed values again in backward instead of saving them, where the graph is compiled by a backend
+    that splits forward and backward (Inductor, aot_eager). The weights are saved either way."""
+
     def __post_init__(self) -> None:
         if self.stride is not None:
             object.__setattr__(self, "stride", _whole_number("stride", self.stride, 1))
         object.__setattr__(self, "recent_window", _whole_number("recent_window", self.recent_window, 0))
         if self.budget is not None:
             object.__setattr__(self, "budget", _positive_number("budget", self.budget))
+        if not isinstance(self.recompute, bool):
+            raise OptionError(f"recompute={self.recompute!r}: recompute must be True or False")
 
     def resolve(self, num_layers: int) -> DepthConfig:
         """The same configuration with the default stride filled in for ``num_layers`` attention layers."""

@@ -14,11 +14,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
 
 from .errors import DepthifyError
 
 TIMESTAMP = "creation_timestamp"
 """Dynamo forgets nodes by this entry of their metadata when it takes back a part of a trace."""
+
+RECOMPUTE_TAGS = {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 1 << 30}
+"""Metadata by which AOTAutograd's partitioner computes an operation again in backward. The number names the
+checkpointed region: what one region reads of another with a smaller number is saved, so all mixtures are one
+region, behind every other."""
 
 
 def fake_mode_of(values: Any) -> FakeTensorMode | None:

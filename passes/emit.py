@@ -11,17 +11,38 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.fx.proxy import GraphAppendingTracer
 
-from ..torch_internals import TIMESTAMP, fake_mode_of, propagating
+from ..torch_internals import RECOMPUTE_TAGS, TIMESTAMP, fake_mode_of, propagating
 from .nodes import value_key, value_of
 
 TAG = "depthify"
 """Metadata entry of inserted nodes: the number of the layer they mix."""
 
-_PAPERS = ("nn_module_stack", "stack_trace", "custom", "recompute", "ac_graph_id", "torch_fn", TIMESTAMP)
+_PAPERS = ("nn_module_stack", "stack_trace", "custom", *RECOMPUTE_TAGS, "torch_fn", TIMESTAMP)
+
+
+class _Tracer(GraphAppendingTracer):
+    """Records operations on proxies; their names begin with ``prefix``."""
+
+    def __init__(self, graph: Graph, prefix: str) -> None:
+        super().__init__(graph)
+        self.prefix = prefix
+
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any = None
+    ) -> Node:
+        if name is None and self.prefix:
+            name = self.prefix + (target if isinstance(target, str) else target.__name__)
+        return super().create_node(kind, target, args, kwargs, name, type_expr)
 
 
 def emit(
-    graph: Graph, before: Node, function: Callable[..., Any], inputs: Sequence[Node], like: Node, layer: int
+    graph: Graph,
+    before: Node,
+    function: Callable[..., Any],
+    inputs: Sequence[Node],
+    like: Node,
+    layer: int,
+    recompute: bool = False,
 ) -> tuple[Any, list[Node]]:
     """Insert the operations of ``function(*inputs)`` in front of ``before``.
 
@@ -30,17 +51,20 @@ def emit(
         graphs). inputs: nodes of ``graph`` that come before ``before``.
         like: the node whose module, source line and recompute tags the new nodes take over.
         layer: number of the mixed layer, kept in the metadata.
+        recompute: tag the operations for recomputation in backward, unless ``like`` is tagged. Their names
+            tell it as well: caches of compiled graphs do not see tags.
 
     Returns:
         The function's result as nodes, and all inserted nodes in order.
     """
     key = value_key(like)
     first = before.prev
+    prefix = "recomputed_" if recompute else ""
     with graph.inserting_before(before):
         if key == "val":
-            result = _emit_aten(graph, function, inputs)
+            result = _emit_aten(graph, function, inputs, prefix)
         else:
-            tracer = GraphAppendingTracer(graph)
+            tracer = _Tracer(graph, prefix)
             proxies = function(*(Proxy(node, tracer) for node in inputs))
             result = torch.utils._pytree.tree_map_only(Proxy, lambda proxy: proxy.node, proxies)
     new: list[Node] = []
@@ -57,7 +81,15 @@ def emit(
                 {name: like.meta[name] for name in _PAPERS if name in like.meta and name not in node.meta}
             )
             node.meta[TAG] = layer
+            if recompute:
+                tag_for_recomputation(node)
     return result, new
+
+
+def tag_for_recomputation(node: Node) -> None:
+    """As activation checkpointing would; where it has done so already, its choice stays."""
+    for name, value in RECOMPUTE_TAGS.items():
+        node.meta.setdefault(name, value)
 
 
 def _run(node: Node) -> Any:
@@ -68,7 +100,7 @@ def _run(node: Node) -> Any:
     return node.target(*args, **kwargs)
 
 
-def _emit_aten(graph: Graph, function: Callable[..., Any], inputs: Sequence[Node]) -> Any:
+def _emit_aten(graph: Graph, function: Callable[..., Any], inputs: Sequence[Node], prefix: str) -> Any:
     values = [value_of(node) for node in inputs]
     with propagating(fake_mode_of(values)):
         traced = make_fx(function)(*values)
@@ -80,7 +112,8 @@ def _emit_aten(graph: Graph, function: Callable[..., Any], inputs: Sequence[Node
         elif node.op == "output":
             return map_arg(node.args[0], lambda n: known[n])
         else:
-            known[node] = graph.node_copy(node, lambda n: known[n])
+            args, kwargs = map_arg((node.args, node.kwargs), lambda n: known[n])
+            known[node] = graph.create_node(node.op, node.target, args, kwargs, prefix + node.name, node.type)
             known[node].meta = {"val": node.meta["val"]}
     raise AssertionError("a traced function has no output")
 
@@ -100,8 +133,7 @@ def turn_into(node: Node, last: Node) -> None:
         raise AssertionError("nodes of two graphs")
     node.op, node.target = last.op, last.target
     args, kwargs = last.args, last.kwargs
-    key = value_key(last)
-    meta = {key: last.meta[key], TAG: last.meta[TAG]}
+    meta = {name: last.meta[name] for name in (value_key(last), TAG, *RECOMPUTE_TAGS) if name in last.meta}
     last.replace_all_uses_with(node)
     last.graph.erase_node(last)
     node.args, node.kwargs = args, kwargs

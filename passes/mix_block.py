@@ -82,7 +82,10 @@ def mix_block(
     placement = place(layer, findings.flow)
     before = snapshot(findings.flow.graphs)
     threads = Threads(findings.flow.calls)
-    mixed = mix_layer(layer, placement, known, threads) if known else keep_raw(layer, placement)
+    if known:
+        mixed = mix_layer(layer, placement, known, threads, config.recompute)
+    else:
+        mixed = keep_raw(layer, placement)
     (key, value), exported = emit(
         placement.anchor.graph,
         placement.anchor,

@@ -207,35 +207,38 @@ def weights(scores: Sequence[Any], scaling: Scaling) -> list[Any]:
     return softmax_weights([scaling.apply(score, f) for score, f in zip(scores, factors, strict=True)])
 
 
-def mix(
+def scored(
     query: Any,
     keys: Sequence[Any],
-    values: Sequence[Any],
     scaling: Scaling,
     group_dims: Sequence[int] = (),
     group_sizes: Sequence[int] = (),
     query_dtype: torch.dtype | None = None,
-    value_dtype: torch.dtype | None = None,
-) -> Any:
-    """One layer's mixture in the common order; plain PyTorch, run on tensors, fakes or proxies.
+) -> list[Any]:
+    """The depth weights of one layer in the common order; plain PyTorch, run on tensors, fakes or proxies.
 
     Args:
         query: (..., groups, D).
         keys: (..., D) each, in depth order, the layer's own last.
-        values: (..., E) each, in depth order, the layer's own raw one last.
         group_dims: the dimensions of ``query`` to take the mean over, next to each other.
         group_sizes: their sizes, which decide how the mean is taken.
-        query_dtype: dtype of scores and weights, if the query has to be cast. Sources are not cast:
-        multiplying them
-            with a wider factor promotes them, and no wider copy is saved for backward.
-        value_dtype: dtype of the result, if it has to be cast.
+        query_dtype: dtype of scores and weights, if the query has to be cast. Keys are not cast: multiplying
+            them with a wider factor promotes them, and no wider copy is saved for backward.
     """
     if group_dims:
         query = group_mean(query, group_dims, group_sizes, query_dtype)
     elif query_dtype is not None:
         query = query.to(query_dtype)
-    scores = [(query * key).sum(-1, keepdim=True) for key in keys]
-    parts = [w * value for w, value in zip(weights(scores, scaling), values, strict=True)]
+    return weights([(query * key).sum(-1, keepdim=True) for key in keys], scaling)
+
+
+def combined(shares: Sequence[Any], values: Sequence[Any], value_dtype: torch.dtype | None = None) -> Any:
+    """The mixture from weights (..., 1) and values (..., E) in depth order, the layer's own raw one last.
+
+    Args:
+        value_dtype: dtype of the result, if it has to be cast. Values are not cast, see :func:`scored`.
+    """
+    parts = [share * value for share, value in zip(shares, values, strict=True)]
     mixed = functools.reduce(operator.add, parts)
     return mixed if value_dtype is None else mixed.to(value_dtype)
 
@@ -272,7 +275,7 @@ def mix_stack(stack: Stack, placements: dict[Layer, Placement], threads: Threads
     for layer in stack.layers:
         placement = placements[layer]
         if layer.sources:
-            done[layer.depth] = mix_layer(layer, placement, done, threads)
+            done[layer.depth] = mix_layer(layer, placement, done, threads, stack.config.recompute)
         elif layer.depth in needed:
             done[layer.depth] = keep_raw(layer, placement)
     return done
@@ -301,7 +304,13 @@ def _factor(layer: Layer) -> float:
     return layer.site.key_factor * math.sqrt(layer.score.factor)
 
 
-def mix_layer(layer: Layer, placement: Placement, sources: Mapping[int, Source], threads: Threads) -> Mixed:
+def mix_layer(
+    layer: Layer,
+    placement: Placement,
+    sources: Mapping[int, Source],
+    threads: Threads,
+    recompute: bool = False,
+) -> Mixed:
     """Rewrite one layer; ``sources`` by depth, wherever they come from."""
     site, score, anchor = layer.site, layer.score, placement.anchor
     graph = anchor.graph
@@ -335,35 +344,40 @@ def mix_layer(layer: Layer, placement: Placement, sources: Mapping[int, Source],
     query_dtype = dtype if dtype_of(score.query.node) != dtype else None
     value_dtype = dtype_of(point) if dtype_of(point) != dtype else None
 
-    def build(query: Any, key: Any, value: Any, *rest: Any) -> Any:
-        keys, values, scalars = rest[:count], rest[count : 2 * count], rest[2 * count :]
-        scaling = Scaling(scale.number, scalars[: len(scale.times)], scalars[len(scale.times) :], factors)
-        query, key, value = (form.apply(x) for form, x in zip(forms, (query, key, value), strict=True))
+    def score_all(query: Any, key: Any, *rest: Any) -> Any:
+        keys, times, over = _split(rest, count, len(scale.times))
+        query, key = forms[0].apply(query), forms[1].apply(key)
         keys = [_permute(x, turn) for x, turn in zip(keys, turns, strict=True)]
-        values = [_permute(x, turn) for x, turn in zip(values, turns, strict=True)]
-        common = mix(
-            query, [*keys, key], [*values, value], scaling, group_dims, group_sizes, query_dtype, value_dtype
-        )
-        return key, common, forms[2].undo(common)
+        scaling = Scaling(scale.number, times, over, factors)
+        return key, scored(query, [*keys, key], scaling, group_dims, group_sizes, query_dtype)
 
-    inputs = [
-        score.query.node,
-        score.key.node,
-        raw,
-        *(key for key, _ in reads),
-        *(value for _, value in reads),
-        *scale.times,
-        *scale.over,
-    ]
-    (key, common, last), new = emit(
-        graph, placement.wait[0] if placement.wait else anchor, build, inputs, point, layer.depth
-    )
+    def combine(value: Any, *rest: Any) -> Any:
+        values, shares, _ = _split(rest, count, count + 1)
+        values = [_permute(x, turn) for x, turn in zip(values, turns, strict=True)]
+        common = combined(shares, [*values, forms[2].apply(value)], value_dtype)
+        return common, forms[2].undo(common)
+
+    before = placement.wait[0] if placement.wait else anchor
+    inputs = [score.query.node, score.key.node, *(key for key, _ in reads), *scale.times, *scale.over]
+    (key, shares), weighing = emit(graph, before, score_all, inputs, point, layer.depth)
+    inputs = [raw, *(value for _, value in reads), *shares]
+    (common, last), mixing = emit(graph, before, combine, inputs, point, layer.depth, recompute)
+    new = [*weighing, *mixing]
     turn_into(point, last)
     new = [node for node in new if node is not last]
     if common is last:
         common = point
     _check_shape(site, raw)
     return Mixed(key, common, order, _factor(layer), layer, raw, reads, (raw, *new))
+
+
+def _split(items: Sequence[Any], *counts: int) -> tuple[Sequence[Any], ...]:
+    """Cut ``items`` into pieces of these lengths, and the rest."""
+    pieces, start = [], 0
+    for count in counts:
+        pieces.append(items[start : start + count])
+        start += count
+    return (*pieces, items[start:])
 
 
 def in_order(x: Any, order: Sequence[int]) -> Any:

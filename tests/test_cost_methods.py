@@ -193,14 +193,14 @@ def test_decoding_is_prefill_of_one_token() -> None:
 
 def test_training_of_the_mixture_is_at_most_three_forwards() -> None:
     """The convention of 3, against a count of the traced forward and backward: on the safe side."""
-    from depthify.passes.mix_values import Scaling, mix
+    from depthify.passes.mix_values import Scaling, combined, scored
 
     heads, group, size = 2, 3, 64
     query = torch.randn(1, 5, heads, group, size)
     keys, values = ([torch.randn(1, 5, heads, size) for _ in range(3)] for _ in range(2))
 
     def forward(query: Tensor, *rest: Tensor) -> Tensor:
-        return mix(query, rest[:3], rest[3:], Scaling(0.125), group_dims=[3])
+        return combined(scored(query, rest[:3], Scaling(0.125), [3], [group]), rest[3:])
 
     def both(grad: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         inputs = tuple(x.detach().requires_grad_() for x in inputs)

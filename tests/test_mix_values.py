@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from depthify.passes.mix_values import Form, Scaling, group_mean, mix, parts_of_mean
+from depthify.passes.mix_values import Form, Scaling, combined, group_mean, parts_of_mean, scored
 from depthify.reference import depth_mix, depth_weights
 
 
@@ -44,16 +44,16 @@ def _mixed(query: Tensor, keys: list[Tensor], values: list[Tensor], scale: float
     """The rewrite's arithmetic in the order in which it runs: (B, T, H, [group,] D)."""
     grouped = _token_major(query).unflatten(2, (heads, -1))
     wide = torch.promote_types(query.dtype, torch.float32)
-    result = mix(
+    shares = scored(
         grouped,
         [_token_major(k) for k in keys],
-        [_token_major(v) for v in values],
         Scaling(scale),
         [3],
         [grouped.shape[3]],
         wide if wide != query.dtype else None,
-        values[-1].dtype if wide != values[-1].dtype else None,
     )
+    narrow = values[-1].dtype if wide != values[-1].dtype else None
+    result = combined(shares, [_token_major(v) for v in values], narrow)
     return _token_major(result)
 
 
@@ -128,7 +128,7 @@ def test_a_key_that_attention_rescales_counts_with_its_factor() -> None:
     query, keys, values = _inputs(1, 2, 1, 3, 4, 4, 3, torch.float64, 0)
     factors = [0.5, 2.0, 1.0]
     expected = depth_mix(query, [k * f for k, f in zip(keys, factors, strict=True)], values, 0.7)
-    found = mix(query, keys, values, Scaling(0.7, factors=factors))
+    found = combined(scored(query, keys, Scaling(0.7, factors=factors)), values)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
