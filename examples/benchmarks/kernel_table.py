@@ -47,7 +47,7 @@ def count(result: Result) -> dict[str, dict[str, int]]:
 
 
 def rows_of(
-    scenario: str, shape: Shape, stride: int, plain: Result, mixed: Result, recompute: Any
+    scenario: str, shape: Shape, stride: int, plain: Result, mixed: Result, recompute: bool = False
 ) -> list[dict[str, Any]]:
     """One row per phase: the mixed model's numbers, and their difference to the unmixed model's per layer."""
     before, after = count(plain), count(mixed)
@@ -57,11 +57,11 @@ def rows_of(
         then = before[name]
         rows.append(
             {
-                "scenario": scenario if len(after) == 1 else f"{scenario} {name}",
+                "scenario": (scenario if len(after) == 1 else f"{scenario} {name}")
+                + (", recompute" if recompute else ""),
                 "layout": shape.layout,
                 "layers": shape.layers,
                 "stride": stride,
-                "recompute": recompute,
                 "vanilla": then,
                 "mixed": now,
                 "launches": now["launches"],
@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--strides", default="all,half,1", help="numbers; all: one source; half: two")
     parser.add_argument("--scenarios", default=",".join(SCENARIOS), help=f"of {', '.join(SCENARIOS)}")
     parser.add_argument("--ptx", action="store_true", help="build every kernel, print registers and stack")
+    parser.add_argument("--recompute", action="store_true", help="training also with recompute=True")
     parser.add_argument("--json", type=Path, help="write the numbers here")
     chosen = parser.parse_args()
     if reason := unavailable():
@@ -139,7 +140,10 @@ def main() -> None:
                 for name in chosen.strides.split(","):
                     stride = {"all": layers, "half": layers // 2}.get(name) or int(name)
                     mixed = compile_scenario(scenario, shape, stride)
-                    rows += rows_of(scenario, shape, stride, plain, mixed, None)
+                    rows += rows_of(scenario, shape, stride, plain, mixed)
+                    if chosen.recompute and scenario == "train":
+                        again = compile_scenario(scenario, shape, stride, recompute=True)
+                        rows += rows_of(scenario, shape, stride, plain, again, recompute=True)
                     print(table(rows).splitlines()[-1], file=sys.stderr, flush=True)
                     if chosen.ptx:
                         built.append(resource_rows(f"{title}, stride {stride}", build_all(mixed)))

@@ -73,20 +73,21 @@ def compile_scenario(
     scenario: str,
     shape: Shape | None = None,
     stride: int | None = None,
-    recent_window: int = 0,
+    recompute: bool = False,
     **options: Any,
 ) -> Result:
     """Generate the code of one scenario.
 
     Args:
         stride: distance between sources; None compiles the model as it is.
+        recompute: see :func:`depthify.depthify`.
         options: to :func:`.run.compile_for_cuda`.
     """
     shape = shape or Shape()
     mode = FakeTensorMode()
     model = to_fake_cuda(shape.model(), mode)
     if stride is not None:
-        depthify(model, stride, recent_window=recent_window, budget=float("inf"))
+        depthify(model, stride, recompute=recompute, budget=float("inf"))
     model.train(scenario == "train")
 
     def tokens(length: int) -> Tensor:
