@@ -89,8 +89,8 @@ def _cut_text(name: str) -> str:
 def _outside_text(name: str) -> str:
     return (
         f"a decoder block of {name} was run on its own, outside the forward that depthify captures, so it "
-        "would run "
-        "without depth mixing. Call the model itself, or restore(model) first"
+        "would run without depth mixing. Call the model itself; where hooks between the blocks cut the graph "
+        "(FSDP2), use regions='block'; or restore(model) first"
     )
 
 

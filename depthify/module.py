@@ -57,7 +57,7 @@ class State:
         self.config = config
         self.compile_options = compile_options
         self.blocks = tuple(blocks)
-        """Paths of the blocks to capture one by one should hooks cut the whole capture; empty: never do that."""
+        """Paths of the blocks to capture one by one if the whole cannot be captured; empty: never do that."""
 
         self.report: DepthReport | None = None
         self.on_report: Callable[[DepthReport], None] | None = None
@@ -116,9 +116,8 @@ class State:
             self._compiled = None
             return self.compiled()(module, self.key, self.name, args, kwargs)
         except Unsupported as error:
-            blocks = [module.get_submodule(path) for path in self.blocks]
-            if any(_cut(block) for block in blocks):
-                return _switch_to_blocks(module, self).run(module, args, kwargs)
+            if self.blocks:  # nothing has run yet
+                return _switch_to_blocks(module, self, error).run(module, args, kwargs)
             raise NotMixedError(
                 f"{self.name} cannot be captured in one graph, so nothing would be mixed. Dynamo says: "
                 f"{error}"
@@ -259,10 +258,10 @@ def _attach_blocks(owner: nn.Module, state: Regions, paths: Sequence[str]) -> No
         swap(owner.get_submodule(path), BlockState(state, path))
 
 
-def _switch_to_blocks(owner: nn.Module, state: State) -> Regions:
-    """Hooks were added after depthify, and no capture can go through them."""
-    blocks = [owner.get_submodule(path) for path in state.blocks]
-    regions = Regions(state.name, state.config, state.compile_options, len(blocks), _why_blocks(blocks))
+def _switch_to_blocks(owner: nn.Module, state: State, error: Exception) -> Regions:
+    """Something between the blocks cannot be captured: hooks added after depthify, a graph break."""
+    reason = f"the whole model cannot be captured ({str(error).splitlines()[0]})"
+    regions = Regions(state.name, state.config, state.compile_options, len(state.blocks), reason)
     _unguard_blocks(owner)
     owner.__dict__["_depthify"] = regions
     _attach_blocks(owner, regions, state.blocks)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .config import DepthConfig
 from .errors import NotMixedError, UnsupportedModelError
@@ -66,7 +66,7 @@ class Regions:
         self.layers: dict[int, LayerReport] = {}
         self._last: LayerReport | None = None
         self._passive: set[str] = set()
-        self._replays: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._replays: dict[tuple[Any, ...], tuple[StorageWeakRef, tuple[list[Tensor], bool]]] = {}
         self._compiled: Any = None
         from .module import new_key
 
@@ -93,6 +93,8 @@ class Regions:
 
     def run(self, owner: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The owner's forward, as it is, with an empty carry; the same code runs inside a trace."""
+        if not torch.compiler.is_dynamo_compiling():
+            self._forget()
         before, self.carry = self.carry, Carry()
         try:
             result = owner._original_forward(*args, **kwargs)
@@ -238,22 +240,34 @@ class Regions:
     def _remember(
         self, block: Any, args: tuple, kwargs: dict[str, Any], sources: list[Tensor], exports: bool
     ) -> None:
-        """A checkpoint runs the block again when this forward is over: find its sources by its hidden
-        state."""
+        """A checkpoint runs the block again when this forward is over; its sources are then found by the
+        memory of its hidden state, as hooks may pass that on in another tensor object.
+        """
         hidden = _first_tensor(args, kwargs)
+        # Without gradients there is no replay. A reentrant checkpoint, whose replay would be wrong because its
+        # forward has no gradients for the sources, is not remembered either, and so refused.
         if torch.is_grad_enabled() and hidden is not None:
-            self._replays.setdefault(hidden, {})[id(block)] = (sources, exports)
+            alive = StorageWeakRef(hidden.untyped_storage())
+            self._replays[_memory_key(block, hidden)] = alive, (sources, exports)
+
+    def _forget(self) -> None:
+        """Drop what no checkpoint can ask for any more. Sources keep hidden states of earlier blocks alive, so
+        each round may free the next.
+        """
+        while expired := [key for key, (alive, _) in self._replays.items() if alive.expired()]:
+            for key in expired:
+                del self._replays[key]
 
     def _replay(self, block: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         hidden = _first_tensor(args, kwargs)
-        known = self._replays.get(hidden, {}).get(id(block)) if hidden is not None else None
-        if known is None:
+        found = self._replays.get(_memory_key(block, hidden)) if hidden is not None else None
+        if found is None or found[0].expired():
             raise NotMixedError(
-                f"a checkpoint runs a decoder block of {self.name} again, with tensors that no forward has "
-                "seen: "
-                "reentrant checkpointing copies them. Use use_reentrant=False, or regions='model'"
+                f"a checkpoint runs a decoder block of {self.name} again, with tensors that no forward with "
+                "gradients has seen: reentrant checkpointing does that. Use use_reentrant=False, or "
+                "regions='model'"
             )
-        return self._call(block, *known, args, kwargs)[0]
+        return self._call(block, *found[1], args, kwargs)[0]
 
 
 class BlockState:
@@ -272,3 +286,8 @@ class BlockState:
 
 def _first_tensor(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
     return next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+
+
+def _memory_key(block: Any, x: Tensor) -> tuple[Any, ...]:
+    """Which part of which memory ``x`` is, for one block. Unique as long as the memory is alive."""
+    return id(block), x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), x.stride()

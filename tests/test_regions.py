@@ -147,6 +147,18 @@ def test_replay_after_another_forward() -> None:
     _same(_gradients(model, lambda: run(lambda ids: model(ids)[0])), expected)
 
 
+def test_forwards_without_backward_leave_nothing_behind() -> None:
+    model = _mixed(1)
+    kept = []
+    for seed in range(4):
+        out = model(plain_tokens(seed=seed))[0]
+        kept.append(len(model._depthify._replays))
+        del out
+    assert kept == [kept[0]] * 4
+    model._depthify._forget()
+    assert not model._depthify._replays
+
+
 def test_reentrant_checkpointing_is_refused() -> None:
     model = _checkpointed()
     model.reentrant = True
