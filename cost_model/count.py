@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.nn import Parameter
 
 from ..errors import UnsupportedModelError
@@ -114,12 +114,22 @@ def _masked(site: AttentionSite, count: GraphCount) -> Count:
 def _flat(nodes: Iterable[Node]) -> Iterator[Node]:
     """``nodes``, with the nodes of the body that a node runs in place of that node, where it is at hand."""
     for node in nodes:
-        owner = node.graph.owning_module
-        call = read_call(node, ModuleBodies(owner)) if owner is not None else None
-        if call is None:
+        body = _body(node)
+        if body is None:
             yield node
         else:
-            yield from _flat(call.body.graph.nodes)
+            yield from _flat(body.graph.nodes)
+
+
+def _body(node: Node) -> GraphModule | None:
+    owner = node.graph.owning_module
+    if owner is None or node.op != "call_function":
+        return None
+    if getattr(node.target, "__name__", "") == "autograd_function_apply":
+        forward = node.args[0]  # the second one is the backward
+        return ModuleBodies(owner).get(str(forward.target)) if isinstance(forward, Node) else None
+    call = read_call(node, ModuleBodies(owner))
+    return None if call is None else call.body
 
 
 def _missing_text(missing: Sequence[Node]) -> str:

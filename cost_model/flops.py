@@ -139,9 +139,9 @@ def _each(node: Node, per_element: int = 1) -> Flops:
     "clamp_max clip maximum minimum fmax fmin relu relu_ relu6 leaky_relu elu celu selu gelu silu silu_",
     "swish mish softplus softsign logsigmoid hardtanh hardswish hardsigmoid threshold tanhshrink",
     "softshrink prelu",
-    "where masked_fill masked_fill_ nan_to_num nan_to_num_ triu tril ldexp heaviside log_sigmoid_forward",
+    "where masked_fill masked_fill_ nan_to_num nan_to_num_ triu tril ldexp heaviside log_sigmoid",
     "logaddexp xlogy copysign diff silu_backward gelu_backward threshold_backward sigmoid_backward",
-    "tanh_backward",
+    "tanh_backward log_sigmoid_forward",
 )
 def _elementwise(node: Node) -> Flops:
     """1 per element of the result; a complex one is two numbers."""
@@ -329,6 +329,13 @@ def _baddbmm(node: Node) -> Flops:
 def _matmul(node: Node) -> Flops:
     left = _input(node, 0, "input", "self")
     return Flops(numel(_result(node)) * size(left.shape[-1]) * 2)
+
+
+@_rule("linalg_solve_triangular triangular_solve")
+def _triangular_solve(node: Node) -> Flops:
+    """Substitution of an (n, n) triangle into n rows: half of the matrix's 2 n per result."""
+    result = _result(node)
+    return Flops(numel(result) * size(result.shape[-2]))
 
 
 @_rule("outer ger")

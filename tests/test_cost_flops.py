@@ -85,6 +85,11 @@ CASES: dict[str, tuple[Callable[[Tensor], Any], Tensor, tuple[int, int]]] = {
     "baddbmm": (lambda x: torch.baddbmm(x, x, x), SQUARE, (2 * 2 * 125, 50)),
     "einsum": (lambda x: torch.einsum("btd,bsd->bts", x, x), X, (2 * 2 * 5 * 5 * 12, 0)),
     "einsum outer": (lambda x: torch.einsum("btd,hd->bht", x, torch.ones(3, 12)), X, (2 * 2 * 5 * 3 * 12, 0)),
+    "triangular solve": (
+        lambda x: torch.linalg.solve_triangular(x, x, upper=False),
+        SQUARE,
+        (2 * 5 * 5 * 5, 0),
+    ),
     "conv1d": (
         lambda x: F.conv1d(x, torch.ones(4, 5, 3), torch.ones(4)),
         X,
