@@ -21,13 +21,15 @@ from depthify import depthify
 from depthify.cost_model.shapes import PRESETS, DecoderShape
 
 
-def _sizes(name: str, layers: int, width: int, heads: int, kv_heads: int, size: int, ff: int, vocabulary: int) -> DecoderShape:  # fmt: skip
+def _qwen3(
+    name: str, layers: int, width: int, heads: tuple[int, int], size: int, ff: int, vocabulary: int
+) -> Any:
     return DecoderShape(
         name=name,
         layers=layers,
         width=width,
-        query_heads=heads,
-        kv_heads=kv_heads,
+        query_heads=heads[0],
+        kv_heads=heads[1],
         key_size=size,
         value_size=size,
         rotated=size,
@@ -39,9 +41,9 @@ def _sizes(name: str, layers: int, width: int, heads: int, kv_heads: int, size: 
 
 SHAPES: dict[str, DecoderShape] = {
     **{name: PRESETS[name] for name in ("paper-410m", "paper-1.5b", "paper-3b")},
-    "qwen3-0.6b": _sizes("qwen3-0.6b", 28, 1024, 16, 8, 128, 3072, 151936),
-    "small": _sizes("small", 8, 512, 8, 4, 64, 1536, 8192),
-    "tiny": _sizes("tiny", 3, 64, 4, 2, 16, 96, 128),
+    "qwen3-0.6b": _qwen3("qwen3-0.6b", 28, 1024, (16, 8), 128, 3072, 151936),
+    "small": _qwen3("small", 8, 512, (8, 4), 64, 1536, 8192),
+    "tiny": _qwen3("tiny", 3, 64, (4, 2), 16, 96, 128),
 }
 
 
@@ -121,7 +123,9 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def milliseconds(call: Callable[[], Any], device: str, repeats: int = 1) -> float:
+def milliseconds(
+    call: Callable[[], Any], device: str, repeats: int = 1, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Time of one call, the mean of ``repeats``."""
     if device == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -131,10 +135,10 @@ def milliseconds(call: Callable[[], Any], device: str, repeats: int = 1) -> floa
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end) / repeats
-    began = time.perf_counter()
+    began = clock()
     for _ in range(repeats):
         call()
-    return (time.perf_counter() - began) / repeats * 1e3
+    return (clock() - began) / repeats * 1e3
 
 
 def peak(call: Callable[[], Any], device: str) -> int | None:
@@ -151,8 +155,7 @@ def peak(call: Callable[[], Any], device: str) -> int | None:
 def compare(
     name: str,
     calls: Mapping[str, Callable[[], Any]],
-    device: str,
-    rounds: int = 20,
+    chosen: Setting,
     least_ms: float = 20.0,
     note: str = "",
 ) -> Comparison:
@@ -162,17 +165,18 @@ def compare(
         calls: compiled already, or compiled by their first calls, which are not measured.
         least_ms: one measurement repeats its call until it takes about that long.
     """
-    order = ["vanilla", "mixed"]
+    order, device, rounds = ["vanilla", "mixed"], chosen.device, chosen.rounds
+    clock = time.process_time if chosen.clock == "process" else time.perf_counter
     for variant in order:
         for _ in range(3):
             calls[variant]()
     synchronize(device)
     bytes_of = {variant: peak(calls[variant], device) for variant in order}
-    repeats = max(1, round(least_ms / milliseconds(calls["vanilla"], device)))
+    repeats = max(1, round(least_ms / milliseconds(calls["vanilla"], device, clock=clock)))
     times: dict[str, list[float]] = {variant: [] for variant in order}
     for i in range(rounds):
         for variant in order if i % 2 else reversed(order):
-            times[variant].append(milliseconds(calls[variant], device, repeats))
+            times[variant].append(milliseconds(calls[variant], device, repeats, clock))
     medians = {variant: statistics.median(times[variant]) for variant in order}
     ratios = sorted(m / v for v, m in zip(times["vanilla"], times["mixed"], strict=True))
     return Comparison(
@@ -203,6 +207,12 @@ def parser(text: str, shape: str = "small") -> argparse.ArgumentParser:
     found.add_argument("--mode", help="of torch.compile")
     found.add_argument("--rounds", type=int, default=20)
     found.add_argument("--threads", type=int, help="of the CPU")
+    found.add_argument(
+        "--clock",
+        choices=("wall", "process"),
+        default="wall",
+        help="process: CPU time of the benchmark itself, where other programs use the machine; CPU only",
+    )
     found.add_argument("--json", type=Path, help="write the numbers here")
     return found
 
@@ -218,6 +228,7 @@ class Setting:
     backend: str
     mode: str | None
     rounds: int
+    clock: str
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if self.backend == "eager":
@@ -239,7 +250,9 @@ def setting(chosen: argparse.Namespace) -> Setting:
         torch.set_num_threads(chosen.threads)
     default = "bfloat16" if chosen.device == "cuda" else "float32"
     dtype = getattr(torch, chosen.dtype or default)
-    return Setting(shape, stride, chosen.device, dtype, chosen.backend, chosen.mode, chosen.rounds)
+    return Setting(
+        shape, stride, chosen.device, dtype, chosen.backend, chosen.mode, chosen.rounds, chosen.clock
+    )
 
 
 def about(chosen: Setting) -> dict[str, Any]:
@@ -255,6 +268,7 @@ def about(chosen: Setting) -> dict[str, Any]:
         "stride": chosen.stride,
         "backend": chosen.backend,
         "mode": chosen.mode,
+        "clock": chosen.clock,
     }
 
 

@@ -38,7 +38,7 @@ def main() -> None:
             gc.collect()
             try:
                 calls = SCENARIOS[given.scenario](model, chosen, batch, length)
-                result = compare(name, calls, chosen.device, chosen.rounds)
+                result = compare(name, calls, chosen)
             except torch.OutOfMemoryError as error:
                 failed(name, error)
                 continue
