@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from torch.fx import Node
 
-from .nodes import Size, dimension, dtype_of, is_tensor, quotient, same_size, shape_of
+from .nodes import Size, different_size, dimension, dtype_of, is_tensor, quotient, same_size, shape_of
 from .ops import Role, arguments, numbers, op_of, switched_off
 
 
@@ -67,6 +67,23 @@ class Axes:
 
     def resolve(self, layout: Layout) -> Layout:
         return tuple(self.leaves(dim) for dim in layout)
+
+    def fits(self, layout: Layout, shape: Sequence[Size]) -> bool:
+        """Whether the axes of every dimension can have its size: False only where they cannot."""
+        for dim, size in zip(layout, shape, strict=True):
+            product: Size = 1
+            for axis in self.leaves(dim):
+                product = product * axis.size
+            if different_size(product, size):
+                return False
+        return True
+
+    def state(self) -> tuple[Any, ...]:
+        """What is known by now, for :meth:`back_to` after a search that led nowhere."""
+        return dict(self._parts), set(self._shared)
+
+    def back_to(self, state: tuple[Any, ...]) -> None:
+        self._parts, self._shared = dict(state[0]), set(state[1])
 
     def share(self, axes: Iterable[Axis]) -> None:
         self._shared.update(self.leaves(axes))

@@ -135,7 +135,7 @@ def _to_scores(walk: _Walk, axes: Axes, needs: Dependencies) -> list[tuple[Produ
         tensors = bound.get("tensors")
         if not isinstance(tensors, (tuple, list)) or any(axis.role is not AxisRole.TOKEN for axis in over):
             return []
-        return [hit for data in tensors for hit in _to_scores(replace(walk, node=data), axes, needs)]
+        return [hit for data in tensors for hit in _try_scores(replace(walk, node=data), axes, needs)]
     step = step_back(node, walk.layout, axes)
     if step is None or step.cut:
         return []
@@ -162,7 +162,16 @@ def _through_elementwise(
         else:
             masks = tuple(x for x in rest if isinstance(x, Node) and is_tensor(x))
             here = replace(here, masks=here.masks + masks)
-        found += _to_scores(here, axes, needs)
+        found += _try_scores(here, axes, needs)
+    return found
+
+
+def _try_scores(walk: _Walk, axes: Axes, needs: Dependencies) -> list[tuple[Product, _Walk]]:
+    """One of several operands; what is learned about axes on a way to no scores is forgotten."""
+    before = axes.state()
+    found = _to_scores(walk, axes, needs)
+    if not found:
+        axes.back_to(before)
     return found
 
 

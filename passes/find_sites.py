@@ -236,8 +236,10 @@ def _check_axes(attention: Attention, query: Trace, key: Trace, value: Trace) ->
     lead = axes.leaves(attention.query.layout[0]) if len(attention.query.layout) > 2 else ()
     if lead and lead[0] in wide and len(attention.query.layout) > 3:
         return "one key serves several entries of the batch"
-    for name, found in (("key", key), ("value", value)):
+    for name, found in (("query", query), ("key", key), ("value", value)):
         layout = axes.resolve(found.operand.layout)
+        if not axes.fits(layout, shape_of(found.operand.node)):
+            return f"its {name} is only part of {found.operand.node.name}"
         for dim, size in zip(layout, shape_of(found.operand.node), strict=True):
             tokens = [a for a in dim if a.role is AxisRole.TOKEN]
             if len(dim) == 1 and tokens and not same_size(size, attention.tokens):

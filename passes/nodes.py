@@ -56,6 +56,13 @@ def same_size(a: Size, b: Size) -> bool:
     return statically_known_true(a == b)
 
 
+def different_size(a: Size, b: Size) -> bool:
+    """Whether two sizes are known to differ, without adding a guard to the capture."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a != b
+    return statically_known_true(a != b)
+
+
 def quotient(a: Size, b: Size) -> Size | None:
     """``a / b`` if known to be whole, without adding a guard; None otherwise."""
     if isinstance(a, int) and isinstance(b, int):

@@ -111,7 +111,7 @@ def trace(operand: Operand, axes: Axes, flow: Dataflow, at: Node, tokens: Size) 
             result.problem = f"it enters the body of {flow.calls[node.graph].node.name} from outside"
             break
         step = None if flow.external(node) else _next(node, layout, axes)
-        if step is None:
+        if step is None or (step.part and not is_state(step.node, flow)):
             break
         if own is None and (step.factor != 1.0 or dtype_of(step.node) != dtype_of(node)):
             own = here, len(result.path), result.factor
@@ -144,6 +144,8 @@ class _Back:
     layout: Layout
     factor: float = 1.0
     cut: bool = False
+    part: bool = False
+    """Only part of the heads or batch entries is read: of a fused projection, or of a cache that is larger."""
 
 
 def _next(node: Node, layout: Layout, axes: Axes) -> _Back | None:
@@ -162,7 +164,7 @@ def _next(node: Node, layout: Layout, axes: Axes) -> _Back | None:
     step = step_back(node, layout, axes)
     if step is None or AxisRole.FEATURE in step.cut:
         return None
-    return _Back(step.node, step.layout, cut=bool(step.cut))
+    return _Back(step.node, step.layout, cut=bool(step.cut), part=AxisRole.LANE in step.cut)
 
 
 def _stay_below(result: Trace, change: Node) -> None:
