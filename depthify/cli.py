@@ -83,8 +83,8 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
 
 
 def _run_demo(args: argparse.Namespace) -> int:
-    # OpenMP reads this once, when torch is loaded. By default its idle threads spin, which on a machine that is
-    # busy with other things makes every operation, and all the times below, several times slower.
+    # OpenMP reads this once, when torch is loaded. By default its idle threads spin, which on a machine that
+    # is busy with other things makes every operation, and so the demonstration, several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from .demo import DemoOptions, run
 
