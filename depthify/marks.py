@@ -35,29 +35,32 @@ def _begin(context: ComptimeContext) -> None:
     _begun.setdefault(graph, []).append(next(iter(reversed(graph.nodes)), None))
 
 
+def _state_and_start(context: ComptimeContext) -> tuple[Any, Node | None]:
+    """The state whose region ends here and the node after which it began.
+
+    In what Dynamo resumes with behind a graph break, there is no beginning, and locals may be gone.
+    """
+    starts = _begun.get(context.graph())
+    if not starts:
+        raise NotMixedError(_cut_text())
+    return _rewriters[context.get_local("key").as_python_constant()], starts.pop()
+
+
 def _end(context: ComptimeContext) -> None:
-    graph = context.graph()
-    starts = _begun.get(graph)
-    key = context.get_local("key").as_python_constant()
     try:
-        if not starts:
-            raise NotMixedError(_cut_text(_rewriters[key].name))
-        _rewriters[key].rewrite(graph, starts.pop(), TracedBodies(context))
+        state, start = _state_and_start(context)
+        state.rewrite(context.graph(), start, TracedBodies(context))
     except DepthifyError as error:
         raise refusal_during_trace(error) from None
 
 
 def _end_of_block(context: ComptimeContext) -> None:
-    graph = context.graph()
-    starts = _begun.get(graph)
-    key = context.get_local("key").as_python_constant()
-    inputs = [proxy.node for proxy in context.get_local("sources").as_proxy()]
-    state = _rewriters[key]
     try:
-        if not starts:
-            raise NotMixedError(_cut_text(state.name))
+        state, start = _state_and_start(context)
+        inputs = [proxy.node for proxy in context.get_local("sources").as_proxy()]
         pairs = list(zip(inputs[::2], inputs[1::2], strict=True))
-        _made[graph] = state.rewrite_block(graph, starts.pop(), TracedBodies(context), pairs)
+        graph = context.graph()
+        _made[graph] = state.rewrite_block(graph, start, TracedBodies(context), pairs)
     except DepthifyError as error:
         raise refusal_during_trace(error) from None
 
@@ -78,11 +81,10 @@ def _inside(context: ComptimeContext) -> None:
         raise refusal_during_trace(NotMixedError(_outside_text(name)))
 
 
-def _cut_text(name: str) -> str:
+def _cut_text() -> str:
     return (
-        f"the forward of {name} was cut by a graph break, so its layers are not in one graph and nothing "
-        "was mixed. "
-        "Run with TORCH_LOGS=graph_breaks to see where, or compile with fullgraph=True"
+        "the forward of a mixed model was cut by a graph break, so its layers are not in one graph and nothing "
+        "was mixed. Run with TORCH_LOGS=graph_breaks to see where, or compile with fullgraph=True"
     )
 
 

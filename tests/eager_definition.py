@@ -40,6 +40,16 @@ class Scores:
     probabilities: bool = False
 
 
+def _products(query: Tensor, key: Tensor) -> Tensor:
+    """Of every query with the key of the same token, in the first half of the batch."""
+    query = query.reshape(*key.shape[:2], -1, *key.shape[2:])
+    return (query * key[:, :, None]).sum(-1)[: query.shape[0] // 2].double()
+
+
+class TwinDiffers(NotImplementedError):
+    """The copy at position 0 is not the sequence itself, but for the rotation."""
+
+
 @dataclass
 class Seen:
     """One attention of the forward."""
@@ -155,7 +165,12 @@ class DepthAttention(TorchFunctionMode):
         q, k = query[:, order], key[:, [group[0] for group in groups]]
         v = value[:, [group[0] for group in groups]]
         if self.unrotated:
+            if not torch.allclose(*v.chunk(2), rtol=1e-4, atol=1e-6):
+                raise TwinDiffers("positions change more than queries and keys")
+            rotated = _products(q, k)
             q, k = (self._before_rotation(x) for x in (q, k))
+            if not torch.allclose(_products(q, k), rotated, rtol=1e-4, atol=1e-4 * float(rotated.abs().max())):
+                raise TwinDiffers("query and key are not only rotated by positions")
         chosen = [self.sources[j] for j in self.config.sources(len(self.sources))]
         if chosen:
             v = depth_mix(q, [k for k, _ in chosen] + [k], [v for _, v in chosen] + [v], scale)
@@ -171,7 +186,9 @@ class DepthAttention(TorchFunctionMode):
         half = self.batch // 2
         long = torch.linalg.vector_norm(x[:half].double(), dim=-1, keepdim=True)
         short = torch.linalg.vector_norm(x[half:].double(), dim=-1, keepdim=True)
-        twin = (x[half:].double() * (long / short)).to(x.dtype)
+        ratio = long / short
+        ratio = torch.where((ratio - 1).abs() < 1e-5, 1.0, ratio)  # sines and cosines in float32
+        twin = (x[half:].double() * ratio).to(x.dtype)
         return torch.cat([twin, twin])
 
     def _both(self, out: Tensor) -> Tensor:
