@@ -326,10 +326,17 @@ def switched_off(node: Node) -> bool:
     return bound.get("training", True) is False or bound.get("p", 0.5) == 0
 
 
+_NUMBERS = ("item", "_local_scalar_dense")
+"""Read a number out of a tensor. Python numbers that vary between calls come as tensors, so that even the
+softmax scale can be one."""
+
+
 def pure(node: Node) -> bool:
     """Whether moving ``node`` past unrelated operations changes nothing: no mutation, no randomness, no
     side effect."""
     if node.op == "get_attr":
+        return True
+    if op_name(node) in _NUMBERS:
         return True
     op = op_of(node)
     if op is None or op.role is Role.RANDOM or mutated(node):
