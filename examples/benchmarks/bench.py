@@ -229,14 +229,28 @@ class Setting:
     mode: str | None
     rounds: int
     clock: str
+    dynamic: bool = False
+    """One compile for all lengths of prefill, one for all batches of decode."""
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if self.backend == "eager":
             return function
-        return torch.compile(function, backend=self.backend, mode=self.mode, fullgraph=True, dynamic=False)
+        return torch.compile(
+            function,
+            backend=self.backend,
+            mode=self.mode,
+            fullgraph=True,
+            dynamic=None if self.dynamic else False,
+        )
 
     def tokens(self, batch: int, length: int) -> Tensor:
         return torch.randint(0, self.shape.vocabulary, (batch, length), device=self.device)
+
+    def varies(self, tensor: Tensor, dim: int) -> Tensor:
+        """The size of ``dim`` is another in later calls, if :attr:`dynamic`."""
+        if self.dynamic:
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        return tensor
 
 
 def setting(chosen: argparse.Namespace) -> Setting:

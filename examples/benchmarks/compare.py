@@ -11,8 +11,6 @@ ratio, and the middle half of the ratios of neighbouring measurements. On CUDA a
 
 from __future__ import annotations
 
-import gc
-
 import torch
 from bench import Comparison, announce, compare, decoder, failed, finish, parser, setting
 from scenarios import decode, prefill, training
@@ -30,15 +28,13 @@ def main() -> None:
     lengths = [int(n) for n in given.lengths.split(",")]
     announce(chosen)
     model = decoder(chosen.shape, chosen.device, chosen.dtype, max(lengths) + 8)
+    calls_of = SCENARIOS[given.scenario](model, chosen)
     results: list[Comparison] = []
     for batch in map(int, given.batches.split(",")):
         for length in lengths:
             name = f"{given.scenario}, batch {batch}, {length} tokens"
-            torch._dynamo.reset()
-            gc.collect()
             try:
-                calls = SCENARIOS[given.scenario](model, chosen, batch, length)
-                result = compare(name, calls, chosen)
+                result = compare(name, calls_of(batch, length), chosen)
             except torch.OutOfMemoryError as error:
                 failed(name, error)
                 continue
