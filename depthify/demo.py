@@ -51,6 +51,8 @@ _READ_TOGETHER, _CHUNK, _ONE_BY_ONE = 32, 16, 32
 
 _REPEATS = 5
 
+_FOR_GGUF = ("gguf", "accelerate")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
@@ -96,9 +98,7 @@ class Measured:
 
 def run(options: DemoOptions) -> int:
     """Run the demonstration; returns 0 if every check holds, else 1."""
-    _require("transformers", "rich")
-    if options.model is None:
-        _require("gguf", "accelerate")
+    _require("transformers", "rich", *(_FOR_GGUF if options.model is None else ()))
     from .demo_view import View
 
     with warnings.catch_warnings():
@@ -229,7 +229,7 @@ def _load(options: DemoOptions, view: View) -> tuple[Any, Any, str]:
                 "hold a transformers model, or one .gguf file"
             )
         gguf = files[0]
-        _require("gguf", "accelerate")
+        _require(*_FOR_GGUF)
     extra = {"gguf_file": gguf} if gguf else {}
     try:
         with view.step("loading the tokenizer"):
