@@ -35,7 +35,11 @@ def plan(
 
 
 def mix_graph(
-    graph: Graph, config: DepthConfig, start: Node | None = None, bodies: Bodies | None = None
+    graph: Graph,
+    config: DepthConfig,
+    start: Node | None = None,
+    bodies: Bodies | None = None,
+    bias: Node | None = None,
 ) -> Result:
     """Rewrite the part of ``graph`` after ``start`` in place.
 
@@ -43,6 +47,7 @@ def mix_graph(
 
     Args:
         bodies: where the bodies of higher-order operations are found; None if the graph has none.
+        bias: a scalar to add to every layer's own depth score, computed before all layers.
 
     Raises:
         UnsupportedModelError: see :func:`order_layers` and :func:`place`.
@@ -56,7 +61,7 @@ def mix_graph(
     placements = {layer: place(layer, findings.flow) for stack in stacks for layer in stack.layers}
     before = snapshot(findings.flow.graphs)
     threads = Threads(findings.flow.calls)
-    mixed = [mix_stack(stack, placements, threads) for stack in stacks]
+    mixed = [mix_stack(stack, placements, threads, bias) for stack in stacks]
     verify(Dataflow(graph, start, bodies), before, mixed, threads)
     check_rewrite(findings.flow, mixed, config.budget)
     for call in findings.flow.calls.values():

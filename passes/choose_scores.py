@@ -35,12 +35,9 @@ def choose_scores(sites: Sequence[AttentionSite], finder: RotaryFinder) -> Score
     unknown = [(site, x) for site, x in zip(sites, found, strict=True) if isinstance(x, UnknownRotation)]
     if not unknown:
         rotations = [x for x in found if isinstance(x, Rotation)]
+        scores = tuple(x.score for x in found if not isinstance(x, UnknownRotation))
         if not rotations:
-            return Scores(tuple(Score(site.query, site.key) for site in sites), "no position embedding", "")
-        scores = tuple(
-            Score(x.query, x.key, x.factor) if isinstance(x, Rotation) else Score(site.query, site.key)
-            for site, x in zip(sites, found, strict=True)
-        )
+            return Scores(scores, "no position embedding", "")
         kinds = {x.angles if isinstance(x, Rotation) else None for x in found}
         note = f"layers use {len(kinds)} different rotary embeddings" if len(kinds) > 1 else ""
         return Scores(scores, "before rotation", note)
@@ -52,6 +49,13 @@ def choose_scores(sites: Sequence[AttentionSite], finder: RotaryFinder) -> Score
             f"{describe(site.output)}: {reason.reason} ({describe(reason.node)}), while "
             f"{describe(other.output)} has "
             f"{kind} position embedding: a score between the two would depend on absolute positions"
+        )
+    other, different = next(((s, x) for s, x in unknown if x.angles != reason.angles), (site, reason))
+    if other is not site:
+        raise UnsupportedModelError(
+            f"{describe(site.output)} and {describe(other.output)} use different positions, and not by a "
+            f"rotation that is recognised ({reason.reason}: {describe(reason.node)}; {different.reason}: "
+            f"{describe(different.node)}): a score between the two would depend on absolute positions"
         )
     return Scores(
         tuple(Score(site.query, site.key) for site in sites),

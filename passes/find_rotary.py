@@ -12,8 +12,8 @@ its value, up to one factor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_map
 from ..torch_internals import real_value
 from .axes import AxisRole, Layout, axis_dim, step_back
 from .dataflow import Dataflow, Dependencies
-from .nodes import is_number, is_tensor, shape_of, value_of
+from .nodes import is_number, is_tensor, same_size, shape_of, value_of
 from .ops import Role, arguments, has_role, mutated, op_name, op_of
-from .sites import AttentionSite, Operand
+from .sites import AttentionSite, Factor, Operand, Score
 
 _LAYOUT = (Role.PERMUTE, Role.RESHAPE, Role.COPY, Role.CAST)
 _INSIDE = frozenset(Role) - {
@@ -36,24 +36,25 @@ _INSIDE = frozenset(Role) - {
 }  # fmt: skip
 """Linear operations, elementwise and structural."""
 
+_FILLS = frozenset("zeros ones empty full zeros_like ones_like new_zeros new_ones new_empty new_full".split())
 _ANGLES = ("cos", "sin", "cos_", "sin_", "polar")
 _TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Query and key before a common rotation, and the factor it multiplies their product with."""
+    """Query and key before a common rotation."""
 
-    query: Operand
-    key: Operand
-    factor: float
+    score: Score
     angles: frozenset[Node]
     """The nodes that hold the angles, or what they are computed from."""
 
 
 @dataclass(frozen=True)
 class NoRotation:
-    """Positions have no part in query and key after their projection."""
+    """Positions have no part in query and key after their projection, but for scaling whole vectors."""
+
+    score: Score
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,15 @@ class UnknownRotation:
 
     reason: str
     node: Node
+    angles: frozenset[Node] = frozenset()
+
+
+@dataclass(frozen=True)
+class _Peeled:
+    """A query or key below some of the factors that scale it token by token."""
+
+    operand: Operand
+    factors: tuple[Factor, ...] = ()
 
 
 @dataclass
@@ -81,30 +91,64 @@ class RotaryFinder:
     def __init__(self, flow: Dataflow, needs: Dependencies) -> None:
         self._flow = flow
         self._needs = needs
-        self._known: dict[Any, float | None] = {}
+        self._known: dict[Any, tuple[float, float] | None] = {}
         self._tables: dict[tuple[Node, ...], list[Node]] = {}
+        self._constant: set[Node] = set()
 
     def find(self, site: AttentionSite) -> Rotation | NoRotation | UnknownRotation:
         """How ``site`` uses positions in its query and key."""
-        regions = [self._region(operand) for operand in (site.query, site.key)]
-        for operand, region in zip((site.query, site.key), regions, strict=True):
-            if region is None and (node := self._position_below(operand.node)) is not None:
+        first: UnknownRotation | None = None
+        for query in self._peeled(site.query):
+            for key in self._peeled(site.key):
+                found = self._pair(query, key)
+                if not isinstance(found, UnknownRotation):
+                    return found
+                first = first or found
+        if first is None:
+            raise AssertionError(f"{site.output.name} has neither query nor key")
+        read = [*self._positions_below(site.query.node), *self._positions_below(site.key.node)]
+        return replace(first, angles=frozenset(self._angles(read)))
+
+    def _peeled(self, operand: Operand) -> Iterator[_Peeled]:
+        """The operand, and what is left of it without the factors that scale its whole vectors: the norm of
+        a vector after its rotation is such a factor, or a temperature that depends on the position."""
+        yield (peeled := _Peeled(operand))
+        node, layout = operand.node, operand.layout
+        while not mutated(node) and not self._flow.external(node):
+            if has_role(node, Role.MULTIPLY, Role.DIVIDE):
+                split = _vectors_and_factor(node, layout)
+                if split is None:
+                    return
+                node, factor = split
+                peeled = _Peeled(Operand(node, layout), (*peeled.factors, factor))
+                yield peeled
+                continue
+            step = step_back(node, layout, _NoSplit()) if has_role(node, *_LAYOUT) else None
+            if step is None or has_role(node, Role.RESHAPE):
+                return
+            node, layout = step.node, step.layout
+
+    def _pair(self, q: _Peeled, k: _Peeled) -> Rotation | NoRotation | UnknownRotation:
+        regions = [self._region(side.operand) for side in (q, k)]
+        for side, region in zip((q, k), regions, strict=True):
+            if region is None and (node := self._position_below(side.operand.node)) is not None:
                 return UnknownRotation("positions take part in another way than by a rotation", node)
         query, key = regions
         if query is None and key is None:
-            return NoRotation()
+            return NoRotation(Score(q.operand, k.operand, 1.0, 1.0, q.factors, k.factors))
         if query is None or key is None:
-            return UnknownRotation("positions take part in only one of query and key", site.output)
+            alone = query or key
+            return UnknownRotation("positions take part in only one of query and key", alone.end.node)
         for region in (query, key):
             if (node := self._position_below(region.entry.node)) is not None:
                 return UnknownRotation("positions take part more than once", node)
-        factor = self._factor(query, key)
-        if factor is None:
+        numbers = self._numbers(query, key)
+        if numbers is None:
             return UnknownRotation(
                 "what is done with positions does not keep products of query and key", query.end.node
             )
         angles = self._angles([*query.positions, *key.positions])
-        return Rotation(query.entry, key.entry, factor, frozenset(angles))
+        return Rotation(Score(query.entry, key.entry, *numbers, q.factors, k.factors), frozenset(angles))
 
     def _region(self, operand: Operand) -> _Region | None:
         """Cut at the first node above which everything flows through one tensor and positions have been
@@ -132,7 +176,7 @@ class RotaryFinder:
                     continue
                 if self._needs.content[read]:
                     frontier.add(read)
-                elif is_tensor(read) and read not in positions and value_of(read).numel() != 1:
+                elif read not in positions and self._is_position(read):
                     positions.append(read)
             if not frontier:
                 return None
@@ -148,6 +192,9 @@ class RotaryFinder:
 
     def _position_below(self, node: Node) -> Node | None:
         """A tensor of positions that enters between the projection and ``node``."""
+        return next(self._positions_below(node), None)
+
+    def _positions_below(self, node: Node) -> Iterator[Node]:
         seen, todo = set(), [node]
         while todo:
             node = todo.pop()
@@ -159,9 +206,26 @@ class RotaryFinder:
                     continue
                 if self._needs.content[read]:
                     todo.append(read)
-                elif is_tensor(read) and value_of(read).numel() != 1:
-                    return read
-        return None
+                elif self._is_position(read):
+                    yield read
+
+    def _is_position(self, node: Node) -> bool:
+        """Whether a tensor that depends on no token holds positions, or may; fills of one value do not."""
+        if not is_tensor(node) or value_of(node).numel() == 1:
+            return False
+        if node not in self._constant:
+            seen, todo = set(), [node]
+            while todo:
+                read = todo.pop()
+                if read in seen or is_number(read) or op_name(read) in _FILLS:
+                    continue
+                seen.add(read)
+                if self._flow.external(read) or not (reads := self._flow.reads(read)):
+                    break
+                todo += reads
+            else:
+                self._constant.add(node)
+        return node not in self._constant
 
     def _angles(self, positions: Iterable[Node]) -> set[Node]:
         """Where sine and cosine are taken; the tables themselves where they are inputs."""
@@ -180,8 +244,8 @@ class RotaryFinder:
                 todo += self._flow.reads(node)
         return found
 
-    def _factor(self, query: _Region, key: _Region) -> float | None:
-        """The factor by which products of query and key grow; None if they do not all grow alike."""
+    def _numbers(self, query: _Region, key: _Region) -> tuple[float, float] | None:
+        """The numbers that query and key are scaled with; None if their products do not all grow alike."""
         local: dict[Node, int] = {}
         names = [self._signature(region, local) for region in (query, key)]
         if (signature := tuple(names)) not in self._known:
@@ -221,6 +285,32 @@ class _Name:
         return str(self.name)
 
 
+def _vectors_and_factor(node: Node, layout: Layout) -> tuple[Node, Factor] | None:
+    """The two operands of a product or quotient, if one of them is the same for all features."""
+    bound = arguments(node)
+    first, second = bound.get("input"), bound.get("other")
+    divides = has_role(node, Role.DIVIDE)
+    features = axis_dim(layout, AxisRole.FEATURE)
+    for data, factor in ((first, second),) if divides else ((first, second), (second, first)):
+        if not all(isinstance(x, Node) and is_tensor(x) for x in (data, factor)):
+            continue
+        shape, size = shape_of(factor), shape_of(data)
+        lead = len(layout) - len(shape)
+        if len(size) != len(layout) or lead < 0 or features is None:
+            continue
+        if any(same_size(n, 1) and not same_size(m, 1) for n, m in zip(size, shape_of(node), strict=True)):
+            continue
+        if features >= lead and not same_size(shape[features - lead], 1):
+            continue
+        dims = tuple(
+            () if same_size(n, 1) and not same_size(size[lead + i], 1) else layout[lead + i]
+            for i, n in enumerate(shape)
+        )
+        dims = tuple(() if lead + i == features else dim for i, dim in enumerate(dims))
+        return data, Factor(Operand(factor, dims), divides)
+    return None
+
+
 class _NoSplit:
     """Stands in for Axes where no dimension is split."""
 
@@ -251,7 +341,7 @@ def _shape(node: Node) -> list[int]:
     return [int(_hint(n)) for n in shape_of(node)]
 
 
-def _measure(query: _Region, key: _Region, flow: Dataflow) -> float | None:
+def _measure(query: _Region, key: _Region, flow: Dataflow) -> tuple[float, float] | None:
     """Run both regions on random vectors, the same for every head, with the same random angles."""
     source = _Source(flow)
     before, after = [], []
@@ -273,9 +363,13 @@ def _measure(query: _Region, key: _Region, flow: Dataflow) -> float | None:
     wrong = float((rotated - factor * plain).abs().max() / rotated.abs().max())
     if not factor > 0 or not wrong < source.tolerance:
         return None
-    if abs(factor - 1) < source.tolerance:
-        return 1.0
-    return factor if source.tolerance < 1e-4 else None  # a factor known to two digits is not known
+    if abs(factor - 1) >= source.tolerance >= 1e-4:
+        return None  # a factor known to two digits is not known
+    sides = [float(b.norm() / a.norm()) for a, b in zip(before, after, strict=True)]
+    if abs(sides[0] * sides[1] / factor - 1) > source.tolerance:
+        return None
+    one, other = (1.0 if abs(side - 1) < source.tolerance else side for side in sides)
+    return one, other
 
 
 def _rows(x: Tensor, layout: Layout) -> Tensor:

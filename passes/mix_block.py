@@ -46,11 +46,13 @@ def mix_block(
     sources: Sequence[tuple[Node, Node]],
     start: Node | None = None,
     bodies: Bodies | None = None,
+    bias: Node | None = None,
 ) -> Block | None:
     """Rewrite the only attention layer after ``start``; None if there is no attention at all.
 
     Args:
         sources: key and mixed value of each source, as :class:`Block` gives them.
+        bias: a scalar to add to the layer's own depth score.
 
     Raises:
         UnsupportedModelError: the block holds several layers, one that cannot be mixed, or one whose heads
@@ -83,7 +85,7 @@ def mix_block(
     before = snapshot(findings.flow.graphs)
     threads = Threads(findings.flow.calls)
     if known:
-        mixed = mix_layer(layer, placement, known, threads, config.recompute)
+        mixed = mix_layer(layer, placement, known, threads, config.recompute, bias)
     else:
         mixed = keep_raw(layer, placement)
     (key, value), exported = emit(

@@ -28,7 +28,7 @@ from .emit import TAG, emit, move_before, turn_into
 from .nodes import Size, describe, dtype_of, same_size, value_of
 from .order_layers import Layer, Stack, groups, lanes
 from .placement import Placement
-from .sites import AttentionSite, Operand
+from .sites import AttentionSite, Factor, Operand
 from .subgraphs import Threads
 
 
@@ -187,6 +187,11 @@ class Scaling:
     times: Sequence[Any] = ()
     over: Sequence[Any] = ()
     factors: Sequence[float] = ()
+    bias: Any = None
+    """Is added to the layer's own scaled score; None adds nothing."""
+
+    def biased(self, score: Any) -> Any:
+        return score if self.bias is None else score + self.bias
 
     def apply(self, score: Any, factor: float = 1.0) -> Any:
         if self.number * factor != 1.0:
@@ -202,9 +207,10 @@ def weights(scores: Sequence[Any], scaling: Scaling) -> list[Any]:
     """Depth weights from unscaled scores. For one source, softmax is one sigmoid of the difference."""
     factors = scaling.factors or [1.0] * len(scores)
     if len(scores) == 2 and factors[0] == factors[1]:
-        own = torch.sigmoid(scaling.apply(scores[1] - scores[0], factors[0]))
+        own = torch.sigmoid(scaling.biased(scaling.apply(scores[1] - scores[0], factors[0])))
         return [1 - own, own]
-    return softmax_weights([scaling.apply(score, f) for score, f in zip(scores, factors, strict=True)])
+    scaled = [scaling.apply(score, f) for score, f in zip(scores, factors, strict=True)]
+    return softmax_weights([*scaled[:-1], scaling.biased(scaled[-1])])
 
 
 def scored(
@@ -266,16 +272,23 @@ class Mixed(Source):
     """Key and value of each source, as they are in this layer's graph."""
 
     inserted: tuple[Node, ...]
+    shares: tuple[Node, ...] = ()
+    """The depth weights: those of the sources and last the layer's own, in the common order."""
+
+    bias: Node | None = None
+    """What is added to the layer's own score, as it is in this layer's graph."""
 
 
-def mix_stack(stack: Stack, placements: dict[Layer, Placement], threads: Threads) -> dict[int, Mixed]:
+def mix_stack(
+    stack: Stack, placements: dict[Layer, Placement], threads: Threads, bias: Node | None = None
+) -> dict[int, Mixed]:
     """Rewrite every layer of ``stack`` that has sources; returns sources and mixed layers by depth."""
     needed = {j for layer in stack.layers for j in layer.sources}
     done: dict[int, Mixed] = {}
     for layer in stack.layers:
         placement = placements[layer]
         if layer.sources:
-            done[layer.depth] = mix_layer(layer, placement, done, threads, stack.config.recompute)
+            done[layer.depth] = mix_layer(layer, placement, done, threads, stack.config.recompute, bias)
         elif layer.depth in needed:
             done[layer.depth] = keep_raw(layer, placement)
     return done
@@ -287,21 +300,60 @@ def keep_raw(layer: Layer, placement: Placement) -> Mixed:
     order = memory_order(site)
     for node in placement.forward:
         move_before(node, placement.anchor)
-    key_form, value_form = form_of(layer.score.key, site, order), form_of(site.value, site, order)
+    key_side, value_form = _Side.of_key(layer, order), form_of(site.value, site, order)
     (key, value), new = emit(
         placement.anchor.graph,
         placement.anchor,
-        lambda k, v: (key_form.apply(k), value_form.apply(v)),
-        [layer.score.key.node, site.value.node],
+        lambda v, *k: (key_side.apply(k), value_form.apply(v)),
+        [site.value.node, *key_side.nodes],
         site.value.node,
         layer.depth,
     )
     return Mixed(key, value, order, _factor(layer), layer, None, (), tuple(new))
 
 
+@dataclass(frozen=True)
+class _Side:
+    """A query or key as the score reads it: one tensor, and what it is scaled with token by token."""
+
+    form: Form
+    factors: tuple[tuple[Form, bool], ...]
+    nodes: tuple[Node, ...]
+    dtype: torch.dtype | None
+    """To cast the scaled tensor to, where scaling widens it."""
+
+    @staticmethod
+    def of_key(layer: Layer, order: Sequence[int]) -> _Side:
+        return _Side.of(layer.score.key, layer.score.key_factors, layer.site, order)
+
+    @staticmethod
+    def of_query(layer: Layer, order: Sequence[int]) -> _Side:
+        return _Side.of(layer.score.query, layer.score.query_factors, layer.site, order, grouped=True)
+
+    @staticmethod
+    def of(
+        operand: Operand,
+        factors: Sequence[Factor],
+        site: AttentionSite,
+        order: Sequence[int],
+        grouped: bool = False,
+    ) -> _Side:
+        forms = tuple((form_of(f.operand, site, order, grouped), f.divides) for f in factors)
+        nodes = (operand.node, *(f.operand.node for f in factors))
+        dtypes = [dtype_of(node) for node in nodes]
+        widened = functools.reduce(torch.promote_types, dtypes) != dtypes[0]
+        return _Side(form_of(operand, site, order, grouped), forms, nodes, dtypes[0] if widened else None)
+
+    def apply(self, tensors: Sequence[Any]) -> Any:
+        x = self.form.apply(tensors[0])
+        for (form, divides), factor in zip(self.factors, tensors[1:], strict=True):
+            x = x / form.apply(factor) if divides else x * form.apply(factor)
+        return x if self.dtype is None else x.to(self.dtype)
+
+
 def _factor(layer: Layer) -> float:
-    """A rotation multiplies both query and key by the root of its factor; the key may be scaled besides."""
-    return layer.site.key_factor * math.sqrt(layer.score.factor)
+    """What a product with the layer's key still has to be multiplied with."""
+    return layer.site.key_factor * layer.score.key_number
 
 
 def mix_layer(
@@ -310,8 +362,10 @@ def mix_layer(
     sources: Mapping[int, Source],
     threads: Threads,
     recompute: bool = False,
+    bias: Node | None = None,
 ) -> Mixed:
-    """Rewrite one layer; ``sources`` by depth, wherever they come from."""
+    """Rewrite one layer; ``sources`` by depth, wherever they come from; ``bias`` is a scalar of the outermost
+    graph."""
     site, score, anchor = layer.site, layer.score, placement.anchor
     graph = anchor.graph
     point = site.value.node
@@ -327,38 +381,39 @@ def mix_layer(
     for node in placement.wait:
         move_before(node, anchor)
 
-    forms = [
-        form_of(score.query, site, order, grouped=True),
-        form_of(score.key, site, order),
-        form_of(site.value, site, order),
-    ]
+    query_side, key_side = _Side.of_query(layer, order), _Side.of_key(layer, order)
+    value_form = form_of(site.value, site, order)
     shared = [axis.size for axis in groups(site)]
     group_dims = range(len(order), len(order) + len(shared))
     group_sizes = shared if all(isinstance(size, int) for size in shared) else []
     mixed = [sources[j] for j in layer.sources]
     reads = tuple((threads.bring(x.key, graph), threads.bring(x.value, graph)) for x in mixed)
     turns = [_turn(other.order, order) for other in mixed]
-    factors = [factor * math.sqrt(score.factor) for factor in (*(x.factor for x in mixed), _factor(layer))]
+    factors = [factor * score.query_number for factor in (*(x.factor for x in mixed), _factor(layer))]
     scale = site.attention.scale
+    extra = [] if bias is None else [threads.bring(bias, graph)]
     count = len(mixed)
     query_dtype = dtype if dtype_of(score.query.node) != dtype else None
     value_dtype = dtype_of(point) if dtype_of(point) != dtype else None
 
-    def score_all(query: Any, key: Any, *rest: Any) -> Any:
-        keys, times, over = _split(rest, count, len(scale.times))
-        query, key = forms[0].apply(query), forms[1].apply(key)
+    def score_all(*given: Any) -> Any:
+        ours, theirs, keys, times, over, own = _split(
+            given, len(query_side.nodes), len(key_side.nodes), count, len(scale.times), len(scale.over)
+        )
+        query, key = query_side.apply(ours), key_side.apply(theirs)
         keys = [_permute(x, turn) for x, turn in zip(keys, turns, strict=True)]
-        scaling = Scaling(scale.number, times, over, factors)
+        scaling = Scaling(scale.number, times, over, factors, *own)
         return key, scored(query, [*keys, key], scaling, group_dims, group_sizes, query_dtype)
 
     def combine(value: Any, *rest: Any) -> Any:
         values, shares, _ = _split(rest, count, count + 1)
         values = [_permute(x, turn) for x, turn in zip(values, turns, strict=True)]
-        common = combined(shares, [*values, forms[2].apply(value)], value_dtype)
-        return common, forms[2].undo(common)
+        common = combined(shares, [*values, value_form.apply(value)], value_dtype)
+        return common, value_form.undo(common)
 
     before = placement.wait[0] if placement.wait else anchor
-    inputs = [score.query.node, score.key.node, *(key for key, _ in reads), *scale.times, *scale.over]
+    inputs = [*query_side.nodes, *key_side.nodes, *(key for key, _ in reads)]
+    inputs += [*scale.times, *scale.over, *extra]
     (key, shares), weighing = emit(graph, before, score_all, inputs, point, layer.depth)
     inputs = [raw, *(value for _, value in reads), *shares]
     (common, last), mixing = emit(graph, before, combine, inputs, point, layer.depth, recompute)
@@ -368,7 +423,8 @@ def mix_layer(
     if common is last:
         common = point
     _check_shape(site, raw)
-    return Mixed(key, common, order, _factor(layer), layer, raw, reads, (raw, *new))
+    inserted = (raw, *new)
+    return Mixed(key, common, order, _factor(layer), layer, raw, reads, inserted, tuple(shares), *extra)
 
 
 def _split(items: Sequence[Any], *counts: int) -> tuple[Sequence[Any], ...]:

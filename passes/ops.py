@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from .nodes import is_number
+
 
 class Role(Enum):
     """What an operation does to the tensor that flows through it."""
@@ -337,6 +339,8 @@ def pure(node: Node) -> bool:
     if node.op == "get_attr":
         return True
     if op_name(node) in _NUMBERS:
+        return True
+    if is_number(node) and not mutated(node):
         return True
     op = op_of(node)
     if op is None or op.role is Role.RANDOM or mutated(node):

@@ -108,7 +108,7 @@ def _late(layer: Layer, at: int, flow: Dataflow) -> list[Node]:
     """What the mixture needs and is computed at or after position ``at``, in program order."""
     seen: set[Node] = set()
     scale = layer.site.attention.scale
-    todo = [layer.score.query.node, layer.score.key.node, *scale.times, *scale.over]
+    todo = [*layer.score.nodes, *scale.times, *scale.over]
     while todo:
         node = todo.pop()
         if node not in seen and flow.position[node] >= at:
@@ -121,7 +121,7 @@ def _check_memory(layer: Layer, wait: tuple[Node, ...], late: list[Node], at: in
     """No tensor that the mixture or a moved node reads may be changed in place between then and now."""
     position = flow.position
     moves = [(node, position[node], at) for node in wait] + [(node, at, position[node]) for node in late]
-    moves += [(operand.node, position[operand.node], at) for operand in (layer.score.query, layer.score.key)]
+    moves += [(node, position[node], at) for node in layer.score.nodes]
     for node, begin, end in moves:
         for read in (node, *(node.all_input_nodes if node in wait or node in late else ())):
             for change in flow.writes(read, end):

@@ -89,14 +89,33 @@ class Attention:
 
 
 @dataclass(frozen=True, eq=False)
+class Factor:
+    """A tensor with one number per token (and head) that all features of a query or key are scaled with."""
+
+    operand: Operand
+    divides: bool = False
+
+
+@dataclass(frozen=True, eq=False)
 class Score:
     """What a layer's depth scores are computed from: query and key as attention uses them, or before their
     rotation."""
 
     query: Operand
     key: Operand
-    factor: float = 1.0
-    """What the rotation multiplies the product of query and key with."""
+    query_number: float = 1.0
+    key_number: float = 1.0
+    """What the rotation scales query and key with."""
+
+    query_factors: tuple[Factor, ...] = ()
+    key_factors: tuple[Factor, ...] = ()
+    """What query and key are scaled with after the rotation, token by token."""
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """All that is read."""
+        factors = (*self.query_factors, *self.key_factors)
+        return (self.query.node, self.key.node, *(factor.operand.node for factor in factors))
 
 
 @dataclass(frozen=True, eq=False)

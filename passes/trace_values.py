@@ -145,7 +145,7 @@ class _Back:
     factor: float = 1.0
     cut: bool = False
     part: bool = False
-    """Only part of the heads or batch entries is read: of a fused projection, or of a cache that is larger."""
+    """Only part of the heads or batch entries is read: of a fused projection, or of a larger cache."""
 
 
 def _next(node: Node, layout: Layout, axes: Axes) -> _Back | None:

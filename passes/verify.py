@@ -101,8 +101,7 @@ def _verify_readers(layer: Mixed, flow: Dataflow) -> None:
     fixed = {
         site.query.node,
         site.key.node,
-        layer.layer.score.query.node,
-        layer.layer.score.key.node,
+        *layer.layer.score.nodes,
         *scale.times,
         *scale.over,
         *(mask for mask, _ in site.attention.masks),
@@ -123,7 +122,8 @@ def _verify_reads(layer: Mixed, stack: dict[int, Source], flow: Dataflow) -> Non
         (flow.behind(key), flow.behind(value)) for key, value in wanted
     ]:
         raise AssertionError(f"the mixture of {describe(site.output)} reads other sources than its own")
-    must = {score.query.node, score.key.node, layer.raw, *(node for pair in layer.reads for node in pair)}
+    must = {*score.nodes, layer.raw, *(node for pair in layer.reads for node in pair)}
+    must |= set() if layer.bias is None else {layer.bias}
     may = must | {*site.attention.scale.times, *site.attention.scale.over}
     own = set(layer.inserted)
     found: set[Node] = set()

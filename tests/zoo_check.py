@@ -35,6 +35,11 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max() / b.double().abs().max())
 
 
+def _bound(logits: Tensor) -> float:
+    """Some heads cast their logits to float32, behind all that is captured."""
+    return BOUND[torch.float64] if logits.dtype == torch.float64 else 1e-6
+
+
 def check(name: str, parts: tuple[str, ...] = ()) -> dict[str, Any]:
     """All results of one model; every entry says ``ok``, or why not."""
     started = time.time()
@@ -118,7 +123,7 @@ def _full(name: str, attention: str) -> dict[str, Any]:
         "sites": len(report.layers), "left out": [r.reason for r in report.refusals], "scored": report.scored,
         "difference": relative(logits, expected),
     }  # fmt: skip
-    fine = result["difference"] < BOUND[torch.float64] and result["sites"] == result["expected sites"]
+    fine = result["difference"] < _bound(logits) and result["sites"] == result["expected sites"]
     return result | {"status": "ok" if fine else "WRONG"}
 
 
