@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +14,7 @@ from . import huggingface
 from .config import DepthConfig
 from .errors import DepthifyError, OptionError
 from .report import DepthReport
+from .self_bias import checked
 
 if TYPE_CHECKING:
     from .cost_model.report import CostReport
@@ -34,6 +35,7 @@ def depthify(
     dynamic: bool | None = None,
     regions: str = "auto",
     blocks: Sequence[nn.Module] | None = None,
+    self_bias: float | Callable[[int], float] | None = None,
 ) -> Model:
     """Let every layer's query attend over the keys of a few earlier layers and mix their values into its own.
 
@@ -58,6 +60,9 @@ def depthify(
             hooks) and for a capture time that does not grow with depth; "auto" takes "model" unless hooks
             on the blocks make it impossible.
         blocks: the decoder blocks, if they are not the members of the model's only module list.
+        self_bias: a warm start for pretrained weights: this number, or what a schedule gives for step 0, is
+            added to every layer's own depth score. ``float("inf")`` computes exactly the vanilla model, None
+            or 0 the paper's. :func:`depthify.set_self_bias` changes it between steps.
 
     Raises:
         OptionError: an argument is not allowed, or the model is compiled or mixed already.
@@ -76,6 +81,7 @@ def depthify(
             dynamic=(dynamic, None),
             regions=(regions, "auto"),
             blocks=(blocks, None),
+            self_bias=(self_bias, None),
         )
         return rewrite(model, config)  # type: ignore[return-value]
     if not isinstance(model, nn.Module):
@@ -91,9 +97,10 @@ def depthify(
         config = replace(
             config, stride=recorded.stride, recent_window=recent_window or recorded.recent_window
         )
+    bias = checked(self_bias, None)
     from .module import attach
 
-    return attach(model, config, compile_options, regions, blocks)  # type: ignore[return-value]
+    return attach(model, config, compile_options, regions, blocks, bias or None)  # type: ignore[return-value]
 
 
 def restore(model: Model) -> Model:

@@ -46,10 +46,15 @@ def _state_and_start(context: ComptimeContext) -> tuple[Any, Node | None]:
     return _rewriters[context.get_local("key").as_python_constant()], starts.pop()
 
 
+def _bias(context: ComptimeContext) -> Node | None:
+    found = context.get_local("self_bias")
+    return None if found.is_python_constant() else found.as_proxy().node
+
+
 def _end(context: ComptimeContext) -> None:
     try:
         state, start = _state_and_start(context)
-        state.rewrite(context.graph(), start, TracedBodies(context))
+        state.rewrite(context.graph(), start, TracedBodies(context), _bias(context))
     except DepthifyError as error:
         raise refusal_during_trace(error) from None
 
@@ -60,7 +65,7 @@ def _end_of_block(context: ComptimeContext) -> None:
         inputs = [proxy.node for proxy in context.get_local("sources").as_proxy()]
         pairs = list(zip(inputs[::2], inputs[1::2], strict=True))
         graph = context.graph()
-        _made[graph] = state.rewrite_block(graph, start, TracedBodies(context), pairs)
+        _made[graph] = state.rewrite_block(graph, start, TracedBodies(context), pairs, _bias(context))
     except DepthifyError as error:
         raise refusal_during_trace(error) from None
 
@@ -96,19 +101,31 @@ def _outside_text(name: str) -> str:
     )
 
 
-def run_marked(module: Any, key: str, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+def run_marked(
+    module: Any, key: str, name: str, args: tuple, kwargs: dict[str, Any], self_bias: torch.Tensor | None
+) -> Any:
     """Run the original forward of ``module`` between the marks.
 
     Must be traced; run as Python it raises NotMixedError before any layer runs.
     """
     comptime(_begin, lambda: _not_captured(name))
+    if self_bias is not None:
+        self_bias = self_bias.detach()  # a node in this very graph, whatever graph the tensor comes from
     result = module._original_forward(*args, **kwargs)
     comptime(_end, lambda: _not_captured(name))
+    _read_by_marks(key, self_bias)
     return result
 
 
 def run_marked_block(
-    module: Any, key: str, name: str, sources: list[Any], exports: bool, args: tuple, kwargs: dict[str, Any]
+    module: Any,
+    key: str,
+    name: str,
+    sources: list[Any],
+    exports: bool,
+    args: tuple,
+    kwargs: dict[str, Any],
+    self_bias: torch.Tensor | None,
 ) -> Any:
     """Run the original forward of a decoder block between the marks.
 
@@ -120,13 +137,20 @@ def run_marked_block(
         The block's own result, and its key and mixed value (None, None unless ``exports``).
     """
     comptime(_begin, lambda: _not_captured(name))
+    if self_bias is not None:
+        self_bias = self_bias.detach()
     result = module._original_forward(*args, **kwargs)
     comptime(_end_of_block, lambda: _not_captured(name))
+    _read_by_marks(key, sources, self_bias)
     if not exports:
         return result, None, None
     source_key, source_value = torch.zeros(0), torch.zeros(0)
     comptime(_export, lambda: _not_captured(name))
     return result, source_key, source_value
+
+
+def _read_by_marks(*values: Any) -> None:
+    """Called behind a mark with the locals it looks up: Dynamo forgets those that nothing reads any more."""
 
 
 def check_inside(name: str) -> None:
@@ -137,9 +161,10 @@ def check_inside(name: str) -> None:
 def _not_captured(name: str) -> None:
     raise NotMixedError(
         f"{name} ran without being captured by Dynamo, so nothing would be mixed. Dynamo is off "
-        "(TORCHDYNAMO_DISABLE, torch.compiler.disable, set_stance('force_eager')), or a graph break lies "
-        "in this "
-        "forward. Turn it on, remove the break, or restore(model)"
+        "(TORCHDYNAMO_DISABLE, torch.compiler.disable, set_stance('force_eager'), "
+        "torch.export.export(strict=False)), or a graph break lies in this forward. Turn it on (export with "
+        "strict=True, or export the model first and call depthify on the program), remove the break, or "
+        "restore(model)"
     )
 
 

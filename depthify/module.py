@@ -24,9 +24,11 @@ from .config import DepthConfig
 from .errors import NotMixedError, OptionError
 from .regions import BlockState, Regions
 from .report import DepthReport, report_of
+from .self_bias import Biased, device_of
 from .torch_internals import compile_keywords, hides_from_dynamo, own_code
 
 if TYPE_CHECKING:
+    from .passes.mix_values import Mixed
     from .passes.subgraphs import Bodies
 
 log = logging.getLogger(__name__)
@@ -47,11 +49,16 @@ _RECOMPILE_LIMIT = 64
 """Captures one model keeps; beyond that it starts over with an empty store instead of giving up."""
 
 
-class State:
+class State(Biased):
     """What an attached module knows: its configuration, how to compile, and what was captured."""
 
     def __init__(
-        self, name: str, config: DepthConfig, compile_options: dict[str, Any], blocks: Sequence[str] = ()
+        self,
+        name: str,
+        config: DepthConfig,
+        compile_options: dict[str, Any],
+        blocks: Sequence[str] = (),
+        self_bias: float | None = None,
     ) -> None:
         self.name = name
         self.config = config
@@ -63,11 +70,15 @@ class State:
         self.on_report: Callable[[DepthReport], None] | None = None
         """Set for a dry run: takes the report, and the capture ends there."""
 
+        self.on_mixed: Callable[[Sequence[dict[int, Mixed]]], None] | None = None
+        """Is shown every rewrite."""
+
+        self.set_bias(self_bias)
         self._compiled: Any = None
         self.key = new_key(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return State, (self.name, self.config, self.compile_options, self.blocks)
+        return State, (self.name, self.config, self.compile_options, self.blocks, self.bias_value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         return State(*self.__reduce__()[1])
@@ -76,16 +87,18 @@ class State:
         """The forward of ``module`` inside a trace."""
         from .marks import run_marked
 
-        return run_marked(module, self.key, self.name, args, kwargs)
+        return run_marked(module, self.key, self.name, args, kwargs, self.self_bias)
 
-    def rewrite(self, graph: Graph, start: Node | None, bodies: Bodies) -> None:
+    def rewrite(self, graph: Graph, start: Node | None, bodies: Bodies, bias: Node | None) -> None:
         """Called at the end mark, while Dynamo traces."""
         from .passes import mix_graph, plan
 
         if self.on_report is not None:
             self.on_report(report_of(*plan(graph, self.config, start, bodies)))
             raise NotMixedError("dry run: the capture ends here")
-        result = mix_graph(graph, self.config, start, bodies)
+        result = mix_graph(graph, self.config, start, bodies, bias)
+        if self.on_mixed is not None:
+            self.on_mixed(result.mixed)
         report = report_of(result.findings, result.stacks)
         if self.report is not None:
             _check_same(self.name, self.report, report)
@@ -107,14 +120,15 @@ class State:
         """Run the forward of ``module`` captured and rewritten, outside any other capture."""
         from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 
+        self.move_bias(module)
         try:
-            return self.compiled()(module, self.key, self.name, args, kwargs)
+            return self.compiled()(module, self.key, self.name, args, kwargs, self.self_bias)
         except FailOnRecompileLimitHit:
             log.warning(
                 "%s was captured in more than %d variants; starting over", self.name, _RECOMPILE_LIMIT
             )
             self._compiled = None
-            return self.compiled()(module, self.key, self.name, args, kwargs)
+            return self.compiled()(module, self.key, self.name, args, kwargs, self.self_bias)
         except Unsupported as error:
             if self.blocks:  # nothing has run yet
                 return _switch_to_blocks(module, self, error).run(module, args, kwargs)
@@ -211,6 +225,7 @@ def attach(
     compile_options: dict[str, Any],
     regions: str = "auto",
     blocks: Sequence[nn.Module] | None = None,
+    self_bias: float | None = None,
 ) -> nn.Module:
     """Attach to the module of ``model`` that runs all decoder blocks, and to the blocks; returns
     ``model``."""
@@ -240,6 +255,7 @@ def attach(
         state = Regions(name, config, compile_options, len(found), _why_blocks(found))
     else:
         state = State(name, config, compile_options, blocks_at if regions == "auto" else ())
+    state.set_bias(self_bias, device_of(owner))
     _check_compiles(state)
     if isinstance(state, State):
         huggingface.prepare(model)
@@ -262,6 +278,8 @@ def _switch_to_blocks(owner: nn.Module, state: State, error: Exception) -> Regio
     """Something between the blocks cannot be captured: hooks added after depthify, a graph break."""
     reason = f"the whole model cannot be captured ({str(error).splitlines()[0]})"
     regions = Regions(state.name, state.config, state.compile_options, len(state.blocks), reason)
+    regions.self_bias = state.self_bias
+    regions.on_mixed = state.on_mixed
     _unguard_blocks(owner)
     owner.__dict__["_depthify"] = regions
     _attach_blocks(owner, regions, state.blocks)

@@ -17,6 +17,7 @@ flight are right by construction.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +28,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .config import DepthConfig
 from .errors import NotMixedError, UnsupportedModelError
 from .report import DepthReport, LayerReport, layer_report
+from .self_bias import Biased
 from .torch_internals import compile_keywords, in_backward, own_code
 
 if TYPE_CHECKING:
+    from .passes.mix_values import Mixed
     from .passes.subgraphs import Bodies
 
 log = logging.getLogger(__name__)
@@ -47,11 +50,17 @@ class Carry:
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
 
-class Regions:
+class Regions(Biased):
     """State of an owner whose blocks are captured one by one; shared with the blocks' :class:`BlockState`."""
 
     def __init__(
-        self, name: str, config: DepthConfig, compile_options: dict[str, Any], blocks: int, reason: str = ""
+        self,
+        name: str,
+        config: DepthConfig,
+        compile_options: dict[str, Any],
+        blocks: int,
+        reason: str = "",
+        self_bias: float | None = None,
     ) -> None:
         self.name = name
         self.config = config
@@ -62,6 +71,10 @@ class Regions:
         self.depths: int | None = None
         """Number of attention layers, known after the first forward."""
 
+        self.on_mixed: Callable[[Sequence[dict[int, Mixed]]], None] | None = None
+        """Is shown every rewrite of a block."""
+
+        self.set_bias(self_bias)
         self.scored = ""
         self.layers: dict[int, LayerReport] = {}
         self._last: LayerReport | None = None
@@ -73,7 +86,8 @@ class Regions:
         self.key = new_key(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Regions, (self.name, self.config, self.compile_options, self.blocks, self.reason)
+        given = (self.name, self.config, self.compile_options, self.blocks, self.reason, self.bias_value)
+        return Regions, given
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Regions:
         return Regions(*self.__reduce__()[1])
@@ -95,6 +109,7 @@ class Regions:
         """The owner's forward, as it is, with an empty carry; the same code runs inside a trace."""
         if not torch.compiler.is_dynamo_compiling():
             self._forget()
+            self.move_bias(owner)
         before, self.carry = self.carry, Carry()
         try:
             result = owner._original_forward(*args, **kwargs)
@@ -153,7 +168,9 @@ class Regions:
         if path in self._passive:
             return block._original_forward(*args, **kwargs)
         sources, exports = self._sources(carry)
-        result, key, value = run_marked_block(block, self.key, self.name, sources, exports, args, kwargs)
+        result, key, value = run_marked_block(
+            block, self.key, self.name, sources, exports, args, kwargs, self.self_bias
+        )
         self._keep(carry, exports, key, value)
         return result
 
@@ -184,12 +201,13 @@ class Regions:
     ) -> Any:
         from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 
+        given = (block, self.key, self.name, sources, exports, args, kwargs, self.self_bias)
         try:
-            return self.compiled()(block, self.key, self.name, sources, exports, args, kwargs)
+            return self.compiled()(*given)
         except FailOnRecompileLimitHit:
             log.warning("the blocks of %s were captured in too many variants; starting over", self.name)
             self._compiled = None
-            return self.compiled()(block, self.key, self.name, sources, exports, args, kwargs)
+            return self.compiled()(*given)
         except Unsupported as error:
             raise NotMixedError(
                 f"a decoder block of {self.name} cannot be captured in one graph, so nothing would be "
@@ -210,14 +228,21 @@ class Regions:
         return self._compiled
 
     def rewrite_block(
-        self, graph: Graph, start: Node | None, bodies: Bodies, sources: list[tuple[Node, Node]]
+        self,
+        graph: Graph,
+        start: Node | None,
+        bodies: Bodies,
+        sources: list[tuple[Node, Node]],
+        bias: Node | None,
     ) -> tuple[Node, Node]:
         """Called at the end mark of a block, while Dynamo traces."""
         from .passes.mix_block import mix_block
 
-        block = mix_block(graph, self.config, sources, start, bodies)
+        block = mix_block(graph, self.config, sources, start, bodies, bias)
         if block is None:
             raise _NoAttention(f"a decoder block of {self.name} holds no causal self-attention")
+        if self.on_mixed is not None:
+            self.on_mixed([{block.mixed.layer.depth: block.mixed}])
         places = {place for place in (self.scored, block.scores.place) if place}
         if len(places) > 1 and "after position embedding" in places:
             raise UnsupportedModelError(
