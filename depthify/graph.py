@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 from torch.export import ExportedProgram
@@ -22,8 +23,9 @@ def rewrite(program: Any, config: DepthConfig) -> Any:
     """
     if isinstance(program, GraphModule):
         return _rewritten(program, config)
+    module = _rewritten(program.graph_module, config, program.graph_signature.inputs_to_parameters)
     return ExportedProgram(
-        root=(module := _rewritten(program.graph_module, config)),
+        root=module,
         graph=module.graph,
         graph_signature=copy.deepcopy(program.graph_signature),
         state_dict=program.state_dict,
@@ -35,8 +37,10 @@ def rewrite(program: Any, config: DepthConfig) -> Any:
     )
 
 
-def _rewritten(module: GraphModule, config: DepthConfig) -> GraphModule:
+def _rewritten(module: GraphModule, config: DepthConfig, weights: Collection[str] = ()) -> GraphModule:
+    """``weights``: names of the graph's inputs that are parameters."""
     from .passes import mix_graph
+    from .passes.dataflow import WEIGHT
     from .passes.subgraphs import ModuleBodies
 
     if not any("example_value" in node.meta or "val" in node.meta for node in module.graph.nodes):
@@ -47,7 +51,12 @@ def _rewritten(module: GraphModule, config: DepthConfig) -> GraphModule:
     result = GraphModule(module, copy.deepcopy(module.graph), type(module).__name__)
     result.meta = copy.copy(module.meta)
     _own_bodies(result)
+    inputs = [node for node in result.graph.nodes if node.op == "placeholder" and node.name in weights]
+    for node in inputs:
+        node.meta[WEIGHT] = True
     mix_graph(result.graph, config, bodies=ModuleBodies(result))
+    for node in inputs:
+        del node.meta[WEIGHT]
     result.recompile()
     return result
 

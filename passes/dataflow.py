@@ -189,5 +189,10 @@ class Dependencies:
                 memory[root] = memory.get(root, 0) | bits
 
 
+WEIGHT = "depthify_weight"
+"""Metadata entry of graph inputs that are weights although their value does not tell: programs exported
+without Dynamo say so in their signature."""
+
+
 def _is_weight(node: Node) -> bool:
-    return isinstance(value_of(node), torch.nn.Parameter)
+    return WEIGHT in node.meta or isinstance(value_of(node), torch.nn.Parameter)
