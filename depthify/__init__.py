@@ -7,18 +7,36 @@ if TYPE_CHECKING:
     from .config import DepthConfig
     from .errors import DepthifyError
     from .report import DepthReport
+    from .self_bias import WarmStart, set_self_bias
+    from .weights import DepthWeights, depth_weights
 
-__all__ = ["DepthConfig", "DepthReport", "DepthifyError", "cost_report", "depthify", "explain", "restore"]
+__all__ = [
+    "DepthConfig",
+    "DepthReport",
+    "DepthWeights",
+    "DepthifyError",
+    "WarmStart",
+    "cost_report",
+    "depth_weights",
+    "depthify",
+    "explain",
+    "restore",
+    "set_self_bias",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
     "DepthConfig": "config",
     "DepthReport": "report",
+    "DepthWeights": "weights",
     "DepthifyError": "errors",
+    "WarmStart": "self_bias",
     "cost_report": "api",
+    "depth_weights": "weights",
     "depthify": "api",
     "explain": "api",
     "restore": "api",
+    "set_self_bias": "self_bias",
 }
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from . import huggingface
 from .errors import OptionError
 
 
@@ -73,7 +74,8 @@ def find_owner(
     for ancestor in _ancestors(path):
         owner = model.get_submodule(ancestor)
         if _runs(owner):
-            return ancestor, owner, list(blocks.children())
+            ancestor = huggingface.recording_owner(model, ancestor)
+            return ancestor, model.get_submodule(ancestor), list(blocks.children())
     raise OptionError(f"model: no module around {path!r} of {type(model).__name__} has a forward")
 
 

@@ -23,6 +23,22 @@ def pretrained(model: nn.Module) -> Any | None:
     return next((m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)), None)
 
 
+def recording_owner(model: nn.Module, path: str) -> str:
+    """The module at or around ``path`` that records the outputs of its layers, by transformers' hooks.
+
+    The hooks read what that module's forward has set, so they can be traced only together with it.
+    """
+    transformers = sys.modules.get("transformers")
+    around = path
+    while transformers is not None:
+        if isinstance(model.get_submodule(around), transformers.PreTrainedModel):
+            return around
+        if not around:
+            break
+        around = around.rpartition(".")[0]
+    return path
+
+
 def read_config(model: nn.Module) -> DepthConfig | None:
     """The configuration that ``save_pretrained`` recorded, if any."""
     found = pretrained(model)

@@ -307,7 +307,10 @@ def step_back(node: Node, layout: Layout, axes: Axes) -> Step | None:
 
 
 def step_forward(node: Node, layout: Layout) -> Layout | None:
-    """Carry ``layout`` from the input of a view to its result, for the views a cache is written through."""
+    """Carry ``layout`` from the input of a view to its result, for the views a cache is written through.
+
+    None where the view shows only some of the features: what is written there is no whole vector.
+    """
     op = op_of(node)
     if op is None:
         return None
@@ -316,9 +319,12 @@ def step_forward(node: Node, layout: Layout) -> Layout | None:
         case Role.PERMUTE:
             order = _permutation(op.name, bound, len(layout))
             return tuple(layout[i] for i in order) if order is not None else None
-        case Role.SLICE | Role.COPY:
+        case Role.COPY:
             return layout
+        case Role.SLICE:
+            dim = layout[dimension(bound.get("dim", 0), len(layout))]
+            return layout if all(axis.role is not AxisRole.FEATURE for axis in dim) else None
         case Role.INDEX:
-            items = index_items(bound["index"], len(layout))
-            return layout if items is not None and all(isinstance(item, slice) for item in items) else None
+            through = _through_index(layout, bound["index"], len(layout))
+            return layout if through is not None and AxisRole.FEATURE not in through[1] else None
     return None

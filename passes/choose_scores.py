@@ -4,10 +4,11 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import UnsupportedModelError
-from .find_rotary import NoRotation, RotaryFinder, Rotation, UnknownRotation
+from .axes import flat
+from .find_rotary import NoRotation, RotaryFinder, Rotation, UnknownRotation, narrowed
 from .nodes import describe
 from .sites import AttentionSite, Score
 
@@ -31,6 +32,25 @@ def choose_scores(sites: Sequence[AttentionSite], finder: RotaryFinder) -> Score
         another way, so
             that a score between them would depend on absolute positions.
     """
+    chosen = _choose(sites, finder)
+    scores = tuple(_one_key_per_head(x, site) for x, site in zip(chosen.scores, sites, strict=True))
+    return replace(chosen, scores=scores)
+
+
+def _one_key_per_head(score: Score, site: AttentionSite) -> Score:
+    """Take the key before its heads are repeated, where it was found behind that."""
+    axes = site.attention.axes
+    key, *factors = (narrowed(x, axes) for x in (score.key, *(f.operand for f in score.key_factors)))
+    if any(axes.shared(flat(x.layout)) for x in (key, *factors)):
+        raise UnsupportedModelError(
+            f"{describe(site.output)}: its key repeats heads in another way than its value; the search ended "
+            f"at {describe(score.key.node)}"
+        )
+    scaled = tuple(replace(old, operand=new) for old, new in zip(score.key_factors, factors, strict=True))
+    return replace(score, key=key, key_factors=scaled)
+
+
+def _choose(sites: Sequence[AttentionSite], finder: RotaryFinder) -> Scores:
     found = [finder.find(site) for site in sites]
     unknown = [(site, x) for site, x in zip(sites, found, strict=True) if isinstance(x, UnknownRotation)]
     if not unknown:

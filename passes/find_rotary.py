@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
 from ..torch_internals import real_value
-from .axes import AxisRole, Layout, axis_dim, step_back
+from .axes import Axes, AxisRole, Layout, axis_dim, flat, step_back
 from .dataflow import Dataflow, Dependencies
 from .nodes import is_number, is_tensor, same_size, shape_of, value_of
 from .ops import Role, arguments, has_role, mutated, op_name, op_of
@@ -98,8 +98,9 @@ class RotaryFinder:
     def find(self, site: AttentionSite) -> Rotation | NoRotation | UnknownRotation:
         """How ``site`` uses positions in its query and key."""
         first: UnknownRotation | None = None
+        one_per_head = narrowed(site.key, site.attention.axes)
         for query in self._peeled(site.query):
-            for key in self._peeled(site.key):
+            for key in self._peeled(one_per_head):
                 found = self._pair(query, key)
                 if not isinstance(found, UnknownRotation):
                     return found
@@ -283,6 +284,19 @@ class _Name:
 
     def __repr__(self) -> str:
         return str(self.name)
+
+
+def narrowed(operand: Operand, axes: Axes) -> Operand:
+    """A key before its heads are repeated for the queries that share them, as far as layout operations lead."""
+    node, layout = operand.node, operand.layout
+    if not axes.shared(flat(layout)):
+        return operand
+    while axes.shared(flat(layout)) or () in layout:  # up to where the dimension to repeat was made
+        step = None if mutated(node) else step_back(node, layout, axes)
+        if step is None or step.cut:
+            break
+        node, layout = step.node, step.layout
+    return operand if node is operand.node else Operand(node, axes.resolve(layout))
 
 
 def _vectors_and_factor(node: Node, layout: Layout) -> tuple[Node, Factor] | None:

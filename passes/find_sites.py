@@ -87,6 +87,12 @@ def judge(attention: Attention, flow: Dataflow, needs: Dependencies) -> Attentio
         )
     if not value.writes:
         if value.cut or not same_size(attention.length, attention.tokens):
+            if _cache_upstream(value.operand.node, query.operand.node, flow, needs) is None:
+                return refuse(
+                    f"it reads {attention.length} values for {attention.tokens} queries, and not because of "
+                    "a cache: several streams of tokens in one",
+                    value.operand.node,
+                )
             return refuse(
                 f"it reads {attention.length} values for {attention.tokens} queries, but the values of "
                 "past tokens are "
@@ -231,8 +237,8 @@ def _check_axes(attention: Attention, query: Trace, key: Trace, value: Trace) ->
                 return f"its {name} lacks a dimension of size {axis.size} that its query has"
         if set(lanes) - set(q):
             return f"its {name} has heads that its query has not"
-        if wide & set(lanes):
-            return f"its {name} repeats heads in another way than the other of key and value"
+        if name == "value" and wide & set(lanes):
+            return "its value repeats heads in another way than its key"
     lead = axes.leaves(attention.query.layout[0]) if len(attention.query.layout) > 2 else ()
     if lead and lead[0] in wide and len(attention.query.layout) > 3:
         return "one key serves several entries of the batch"

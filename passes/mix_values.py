@@ -114,7 +114,7 @@ def form_of(operand: Operand, site: AttentionSite, order: Sequence[int], grouped
     target = [names[i] for i in order] + (list(groups(site)) if grouped else []) + [AxisRole.FEATURE]
     splits, drops, shown = [], [], []
     dim = 0
-    for axes in operand.layout:
+    for axes in site.attention.axes.resolve(operand.layout):
         if len(axes) > 1:
             splits.append((dim, _sizes(axes, site)))
         if not axes:

@@ -17,6 +17,7 @@ from .nodes import describe, is_number
 from .ops import Role, arguments, has_role, pure
 from .order_layers import Layer
 from .sites import AttentionSite
+from .trace_values import is_assembled
 
 _VIEWS = (
     Role.PERMUTE,
@@ -117,11 +118,22 @@ def _late(layer: Layer, at: int, flow: Dataflow) -> list[Node]:
     return sorted(seen, key=flow.position.__getitem__)
 
 
+def _ready(node: Node, site: AttentionSite, at: int, flow: Dataflow) -> int:
+    """The position after which ``node`` holds what attention reads."""
+    filled = flow.writes(node, flow.position[site.output]) if is_assembled(node, flow) else []
+    if filled and flow.position[filled[-1]] >= at:
+        raise UnsupportedModelError(
+            f"{describe(site.output)}: {describe(node)} is filled by {describe(filled[-1])}, after its value "
+            "is used"
+        )
+    return flow.position[filled[-1]] if filled else flow.position[node]
+
+
 def _check_memory(layer: Layer, wait: tuple[Node, ...], late: list[Node], at: int, flow: Dataflow) -> None:
     """No tensor that the mixture or a moved node reads may be changed in place between then and now."""
     position = flow.position
     moves = [(node, position[node], at) for node in wait] + [(node, at, position[node]) for node in late]
-    moves += [(node, position[node], at) for node in layer.score.nodes]
+    moves += [(node, _ready(node, layer.site, at, flow), at) for node in layer.score.nodes]
     for node, begin, end in moves:
         for read in (node, *(node.all_input_nodes if node in wait or node in late else ())):
             for change in flow.writes(read, end):

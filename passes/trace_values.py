@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from .axes import Axes, Axis, AxisRole, Layout, axis_dim, index_items, step_back, step_forward, whole
@@ -58,8 +59,10 @@ def is_state(node: Any, flow: Dataflow) -> bool:
     current token."""
     while isinstance(node, Node):
         node = flow.behind(node)
-        if flow.external(node) or has_role(node, Role.CREATE):
+        if flow.external(node):
             return True
+        if has_role(node, Role.CREATE):
+            return not flow.writes(node)
         if has_role(node, Role.JOIN):
             return all(is_state(x, flow) for x in arguments(node)["tensors"])
         if not has_role(node, *_LAYOUT) or flow.writes(node, flow.position[node]):
@@ -70,10 +73,12 @@ def is_state(node: Any, flow: Dataflow) -> bool:
 
 def trace(operand: Operand, axes: Axes, flow: Dataflow, at: Node, tokens: Size) -> Trace:
     """Walk back from ``operand``, read by the attention at node ``at``, to the tensor of the current
-    ``tokens``."""
+    ``tokens``, in the precision in which it is cached or used."""
     node, layout, time = operand.node, axes.resolve(operand.layout), flow.position[at]
     result = Trace(operand)
-    own: tuple[Operand, int, float] | None = None  # below the first cast or factor since the last cache write
+    own: tuple[Operand, int, float] | None = (
+        None  # below the first factor (or cast) since the last cache write
+    )
     while True:
         layout = _resized(node, layout)
         here = result.operand = Operand(node, layout)
@@ -94,6 +99,8 @@ def trace(operand: Operand, axes: Axes, flow: Dataflow, at: Node, tokens: Size) 
                 layout if target is None else _layout_of_alias(node, layout, target, write, axes, flow)
             )
             source = _through_write(write, at_target) if at_target is not None else None
+            if source is None and is_assembled(node, flow):
+                break
             if source is None:
                 result.problem = f"its cache is written in a way that is not known ({write.name})"
                 break
@@ -113,7 +120,7 @@ def trace(operand: Operand, axes: Axes, flow: Dataflow, at: Node, tokens: Size) 
         step = None if flow.external(node) else _next(node, layout, axes)
         if step is None or (step.part and not is_state(step.node, flow)):
             break
-        if own is None and (step.factor != 1.0 or dtype_of(step.node) != dtype_of(node)):
+        if own is None and (step.factor != 1.0 or _narrows(node, step.node)):
             own = here, len(result.path), result.factor
         result.factor *= step.factor
         result.cut |= step.cut
@@ -136,6 +143,12 @@ def _resized(node: Node, layout: Layout) -> Layout:
         else dim
         for dim, size in zip(layout, shape_of(node), strict=True)
     )
+
+
+def is_assembled(node: Node, flow: Dataflow) -> bool:
+    """Whether ``node`` is a buffer made here and filled piece by piece: no cache, but one more computed tensor."""
+    root = flow.root(node)
+    return node is root and has_role(root, Role.CREATE) and not flow.external(root)
 
 
 @dataclass(frozen=True)
@@ -165,6 +178,12 @@ def _next(node: Node, layout: Layout, axes: Axes) -> _Back | None:
     if step is None or AxisRole.FEATURE in step.cut:
         return None
     return _Back(step.node, step.layout, cut=bool(step.cut), part=AxisRole.LANE in step.cut)
+
+
+def _narrows(node: Node, source: Node) -> bool:
+    """Whether ``node`` is ``source`` in a dtype that does not hold all its values."""
+    mine, theirs = dtype_of(node), dtype_of(source)
+    return mine != theirs and torch.promote_types(mine, theirs) != mine
 
 
 def _stay_below(result: Trace, change: Node) -> None:

@@ -169,7 +169,9 @@ class DepthAttention(TorchFunctionMode):
                 raise TwinDiffers("positions change more than queries and keys")
             rotated = _products(q, k)
             q, k = (self._before_rotation(x) for x in (q, k))
-            if not torch.allclose(_products(q, k), rotated, rtol=1e-4, atol=1e-4 * float(rotated.abs().max())):
+            if not torch.allclose(
+                _products(q, k), rotated, rtol=1e-4, atol=1e-4 * float(rotated.abs().max())
+            ):
                 raise TwinDiffers("query and key are not only rotated by positions")
         chosen = [self.sources[j] for j in self.config.sources(len(self.sources))]
         if chosen:
