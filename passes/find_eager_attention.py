@@ -76,7 +76,10 @@ def _to_softmax(walk: _Walk, axes: Axes, length: Axis) -> _Walk | None:
             over = axes.leaves(walk.layout[dimension(dim, len(walk.layout))])
             return replace(walk, node=exponent) if over == axes.leaves((length,)) else None
         if op.role in (Role.MULTIPLY, Role.DIVIDE, Role.ADD, Role.MASK, Role.DROPOUT):
-            data = arguments(node).get("input")
+            bound = arguments(node)
+            data = bound.get("input")
+            if op.role is Role.MASK and isinstance(data, Node) and has_role(data, Role.CREATE):
+                data = bound.get("other")  # rows without any key, set to 0
             if not isinstance(data, Node) or not is_tensor(data) or len(shape_of(data)) != len(walk.layout):
                 return None
             walk = replace(walk, node=data)
