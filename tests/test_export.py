@@ -1,4 +1,4 @@
-"""Rewriting captured programs: torch.export in both modes, caches, decompositions, files, ahead-of-time code."""
+"""Rewriting captured programs: torch.export, caches, decompositions, files, AOTInductor, ONNX."""
 
 from __future__ import annotations
 
