@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 
-def depth_weights(query: Tensor, keys: Sequence[Tensor], scale: float) -> Tensor:
+def depth_weights(query: Tensor, keys: Sequence[Tensor], scale: float, self_bias: float = 0.0) -> Tensor:
     """Softmax weights over the sources and the layer itself.
 
     Args:
         query: the layer's query, (B, Hq, T, D).
         keys: the sources' keys in depth order and last the layer's own, each (B, H, T, D).
         scale: the softmax scale of the layer's own attention.
+        self_bias: is added to the layer's own score; 0 in the paper.
 
     Returns:
         (B, H, T, len(keys)), in float32 or float64, summing to 1 over the last dimension.
@@ -27,10 +28,13 @@ def depth_weights(query: Tensor, keys: Sequence[Tensor], scale: float) -> Tensor
     dtype = torch.promote_types(query.dtype, torch.float32)
     mean_query = query.reshape(batch, heads, -1, tokens, size).to(dtype).mean(2)
     scores = torch.stack([(mean_query * key.to(dtype)).sum(-1) for key in keys], dim=-1) * scale
+    scores[..., -1] += self_bias
     return torch.softmax(scores, dim=-1)
 
 
-def depth_mix(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
+def depth_mix(
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, self_bias: float = 0.0
+) -> Tensor:
     """The mixed value of one layer, (B, H, T, E), in the dtype of the layer's own value.
 
     Args:
@@ -38,7 +42,8 @@ def depth_mix(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], s
         keys: the sources' keys in depth order and last the layer's own, each (B, H, T, D).
         values: the sources' already mixed values and last the layer's own raw value, each (B, H, T, E).
         scale: the softmax scale of the layer's own attention.
+        self_bias: is added to the layer's own score; 0 in the paper.
     """
-    weights = depth_weights(query, keys, scale)
+    weights = depth_weights(query, keys, scale, self_bias)
     mixed = sum(weights[..., i, None] * value.to(weights.dtype) for i, value in enumerate(values))
     return mixed.to(values[-1].dtype)

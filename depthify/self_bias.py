@@ -65,7 +65,7 @@ def checked(value: Any, default: float | None) -> float | None:
     if isinstance(given, (int, float)) and not isinstance(given, bool) and not math.isnan(given):
         return max(-LARGEST, min(LARGEST, float(given)))
     raise OptionError(
-        f"self_bias={value!r}: self_bias must be a number (float('inf') for the vanilla model), a schedule that "
+        f"self_bias={value!r}: self_bias must be a number (inf for the vanilla model), a schedule that "
         "gives one for each step, or None"
     )
 
