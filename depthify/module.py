@@ -59,12 +59,16 @@ class State(Biased):
         compile_options: dict[str, Any],
         blocks: Sequence[str] = (),
         self_bias: float | None = None,
+        may_switch: bool = False,
     ) -> None:
         self.name = name
         self.config = config
         self.compile_options = compile_options
         self.blocks = tuple(blocks)
-        """Paths of the blocks to capture one by one if the whole cannot be captured; empty: never do that."""
+        """Paths of the decoder blocks, where they are known."""
+
+        self.may_switch = may_switch
+        """The blocks are captured one by one if the whole cannot be captured."""
 
         self.report: DepthReport | None = None
         self.on_report: Callable[[DepthReport], None] | None = None
@@ -78,7 +82,8 @@ class State(Biased):
         self.key = new_key(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return State, (self.name, self.config, self.compile_options, self.blocks, self.bias_value)
+        fixed = (self.name, self.config, self.compile_options, self.blocks)
+        return State, (*fixed, self.bias_value, self.may_switch)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         return State(*self.__reduce__()[1])
@@ -121,6 +126,8 @@ class State(Biased):
         from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 
         self.move_bias(module)
+        if self.report is None:
+            self._check_blocks(module)
         try:
             return self.compiled()(module, self.key, self.name, args, kwargs, self.self_bias)
         except FailOnRecompileLimitHit:
@@ -130,12 +137,27 @@ class State(Biased):
             self._compiled = None
             return self.compiled()(module, self.key, self.name, args, kwargs, self.self_bias)
         except Unsupported as error:
-            if self.blocks:  # nothing has run yet
+            if self.may_switch and self.blocks:  # nothing has run yet
                 return _switch_to_blocks(module, self, error).run(module, args, kwargs)
             raise NotMixedError(
                 f"{self.name} cannot be captured in one graph, so nothing would be mixed. Dynamo says: "
                 f"{error}"
             ) from error
+
+    def _check_blocks(self, module: nn.Module) -> None:
+        """A copy that lost blocks, as a stage of a pipeline does, would mix over those it has, and
+        wrongly."""
+        present = dict(module.named_modules())
+        lost = [path for path in self.blocks if path not in present]
+        if lost:
+            raise NotMixedError(
+                f"{self.name} lost {len(lost)} of its {len(self.blocks)} decoder blocks since depthify "
+                f"({lost[0]!r}, "
+                "...), as the stages of a pipeline do. Keys and values of layers in other stages cannot be "
+                "reached, so "
+                "pipeline parallelism is not supported; for a model that was cut on purpose, call depthify "
+                "after cutting"
+            )
 
 
 def _check_same(name: str, before: DepthReport, now: DepthReport) -> None:
@@ -254,7 +276,7 @@ def attach(
     if chosen == "block":
         state = Regions(name, config, compile_options, len(found), _why_blocks(found))
     else:
-        state = State(name, config, compile_options, blocks_at if regions == "auto" else ())
+        state = State(name, config, compile_options, blocks_at, may_switch=regions == "auto")
     state.set_bias(self_bias, device_of(owner))
     _check_compiles(state)
     if isinstance(state, State):

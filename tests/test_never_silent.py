@@ -298,3 +298,15 @@ def test_other_tracers_mix_or_raise(tracer: str) -> None:
         assert "dynamo" in str(error).lower() or isinstance(error, DepthifyError), error
     else:
         torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_stage_of_a_pipeline_is_refused() -> None:
+    """Stages are cut out of copies of a model; mixing over the layers of one stage alone would be wrong."""
+    import copy
+
+    model, expected, _ = _mixed()
+    stage = copy.deepcopy(model)
+    stage.blocks = stage.blocks[:2]
+    with pytest.raises(NotMixedError, match="lost 2 of its 4 decoder blocks.*pipeline"):
+        stage(IDS)
+    torch.testing.assert_close(model(IDS)[0], expected, rtol=1e-10, atol=1e-10)
