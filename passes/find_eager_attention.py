@@ -14,7 +14,7 @@ from typing import Any
 from torch.fx import Node
 
 from .axes import Axes, Axis, AxisRole, Layout, step_back
-from .dataflow import Dependencies
+from .dataflow import Dataflow, Dependencies
 from .nodes import Size, dimension, is_tensor, same_size, shape_of, value_of
 from .ops import Op, Role, arguments, has_role, numbers, op_of
 from .products import Product, read_product
@@ -31,7 +31,7 @@ class _Walk:
     masks: tuple[Node, ...] = ()
 
 
-def find_eager_attention(node: Node, needs: Dependencies) -> Attention | Refusal | None:
+def find_eager_attention(node: Node, flow: Dataflow, needs: Dependencies) -> Attention | Refusal | None:
     """Read ``node`` as the product of attention probabilities and values; None where it is none."""
     product = read_product(node)
     if product is None:
@@ -47,8 +47,10 @@ def find_eager_attention(node: Node, needs: Dependencies) -> Attention | Refusal
         names = {x: Axis(AxisRole.LANE, n) for x, n in zip(p_labels, shape_of(probabilities), strict=True)}
         length = names[summed[0]]
         length.role = AxisRole.TOKEN
-        walk = _to_softmax(_Walk(probabilities, tuple((names[x],) for x in p_labels)), axes, length)
-        scores = _to_scores(walk, axes, needs) if walk is not None else []
+        start = _Walk(_changed(probabilities, node, flow), tuple((names[x],) for x in p_labels))
+        walk = _to_softmax(start, axes, length, flow)
+        exponent = walk
+        scores = _to_scores(walk, axes, flow, needs) if walk is not None else []
         if not scores:
             continue
         if len(scores) > 1:
@@ -60,11 +62,20 @@ def find_eager_attention(node: Node, needs: Dependencies) -> Attention | Refusal
             )
         first, walk = scores[0]
         side = _value_layout(value, v_labels, product.labels, names, axes)
-        return _attention(node, first, walk, axes, length, value, side)
+        found = _attention(node, first, walk, axes, length, value, side)
+        if isinstance(found, Refusal):
+            return found
+        return replace(found, scores=first.node, exponent=Operand(exponent.node, exponent.layout))
     return None
 
 
-def _to_softmax(walk: _Walk, axes: Axes, length: Axis) -> _Walk | None:
+def _changed(node: Node, reader: Node, flow: Dataflow) -> Node:
+    """The last operation that changed ``node`` in place before ``reader`` reads it; else ``node`` itself."""
+    writes = [w for w in flow.writes(node, flow.position[reader]) if flow.position[w] > flow.position[node]]
+    return writes[-1] if writes else node
+
+
+def _to_softmax(walk: _Walk, axes: Axes, length: Axis, flow: Dataflow) -> _Walk | None:
     """Walk from the probabilities back through the softmax; the result stands at its input."""
     while True:
         node, op = walk.node, op_of(walk.node)
@@ -74,6 +85,7 @@ def _to_softmax(walk: _Walk, axes: Axes, length: Axis) -> _Walk | None:
         if softmax is not None:
             exponent, dim = softmax
             over = axes.leaves(walk.layout[dimension(dim, len(walk.layout))])
+            exponent = _changed(exponent, node, flow)
             return replace(walk, node=exponent) if over == axes.leaves((length,)) else None
         if op.role in (Role.MULTIPLY, Role.DIVIDE, Role.ADD, Role.MASK, Role.DROPOUT):
             bound = arguments(node)
@@ -82,12 +94,12 @@ def _to_softmax(walk: _Walk, axes: Axes, length: Axis) -> _Walk | None:
                 data = bound.get("other")  # rows without any key, set to 0
             if not isinstance(data, Node) or not is_tensor(data) or len(shape_of(data)) != len(walk.layout):
                 return None
-            walk = replace(walk, node=data)
+            walk = replace(walk, node=_changed(data, node, flow))
             continue
         step = step_back(node, walk.layout, axes)
         if step is None or step.cut - {AxisRole.TOKEN}:
             return None
-        walk = replace(walk, node=step.node, layout=step.layout)
+        walk = replace(walk, node=_changed(step.node, node, flow), layout=step.layout)
 
 
 def _read_softmax(node: Node, op: Op) -> tuple[Node, int] | None:
@@ -111,7 +123,7 @@ def _read_softmax(node: Node, op: Op) -> tuple[Node, int] | None:
     return exponent, dims[0]
 
 
-def _to_scores(walk: _Walk, axes: Axes, needs: Dependencies) -> list[tuple[Product, _Walk]]:
+def _to_scores(walk: _Walk, axes: Axes, flow: Dataflow, needs: Dependencies) -> list[tuple[Product, _Walk]]:
     """All products of two activations that the softmax's input is made of, each with scale and masks on
     the way."""
     node, op = walk.node, op_of(walk.node)
@@ -128,25 +140,32 @@ def _to_scores(walk: _Walk, axes: Axes, needs: Dependencies) -> list[tuple[Produ
         return [(product, walk)]
     compares = op.role is Role.REDUCE and isinstance(bound.get("dim"), Node)  # max(x, y) and min(x, y)
     if compares or op.role in (Role.MULTIPLY, Role.DIVIDE, Role.ADD, Role.SUBTRACT, Role.MASK):
-        return _through_elementwise(walk, op, bound, axes, needs)
+        return _through_elementwise(walk, op, bound, axes, flow, needs)
     if op.role is Role.SQUASH:
-        return _to_scores(replace(walk, node=bound["input"]), axes, needs)
+        return _to_scores(replace(walk, node=_changed(bound["input"], node, flow)), axes, flow, needs)
     if op.role is Role.NEGATE:
-        return _to_scores(replace(_scaled(walk, -1, divide=False), node=bound["input"]), axes, needs)
+        walk = replace(_scaled(walk, -1, divide=False), node=_changed(bound["input"], node, flow))
+        return _to_scores(walk, axes, flow, needs)
     if op.role is Role.JOIN:  # attention sinks: the scores get one more column
         over = walk.layout[dimension(bound.get("dim", 0), len(walk.layout))]
         tensors = bound.get("tensors")
         if not isinstance(tensors, (tuple, list)) or any(axis.role is not AxisRole.TOKEN for axis in over):
             return []
-        return [hit for data in tensors for hit in _try_scores(replace(walk, node=data), axes, needs)]
+        return [
+            hit
+            for data in tensors
+            if isinstance(data, Node)
+            for hit in _try_scores(replace(walk, node=_changed(data, node, flow)), axes, flow, needs)
+        ]
     step = step_back(node, walk.layout, axes)
     if step is None or step.cut:
         return []
-    return _to_scores(replace(walk, node=step.node, layout=step.layout), axes, needs)
+    walk = replace(walk, node=_changed(step.node, node, flow), layout=step.layout)
+    return _to_scores(walk, axes, flow, needs)
 
 
 def _through_elementwise(
-    walk: _Walk, op: Op, bound: dict[str, Any], axes: Axes, needs: Dependencies
+    walk: _Walk, op: Op, bound: dict[str, Any], axes: Axes, flow: Dataflow, needs: Dependencies
 ) -> list[tuple[Product, _Walk]]:
     """Try each operand that may carry the scores; the others scale or mask them."""
     operands = {name: x for name, x in bound.items() if isinstance(x, (Node, int, float))}
@@ -156,7 +175,7 @@ def _through_elementwise(
         data = operands.get(name)
         if not isinstance(data, Node) or not is_tensor(data) or len(shape_of(data)) != len(walk.layout):
             continue
-        here = replace(walk, node=data)
+        here = replace(walk, node=_changed(data, walk.node, flow))
         rest = [x for key, x in operands.items() if key != name]
         if op.role is Role.SUBTRACT and name == "other":
             here = _scaled(here, -1, divide=False)
@@ -165,14 +184,14 @@ def _through_elementwise(
         else:
             masks = tuple(x for x in rest if isinstance(x, Node) and is_tensor(x))
             here = replace(here, masks=here.masks + masks)
-        found += _try_scores(here, axes, needs)
+        found += _try_scores(here, axes, flow, needs)
     return found
 
 
-def _try_scores(walk: _Walk, axes: Axes, needs: Dependencies) -> list[tuple[Product, _Walk]]:
+def _try_scores(walk: _Walk, axes: Axes, flow: Dataflow, needs: Dependencies) -> list[tuple[Product, _Walk]]:
     """One of several operands; what is learned about axes on a way to no scores is forgotten."""
     before = axes.state()
-    found = _to_scores(walk, axes, needs)
+    found = _to_scores(walk, axes, flow, needs)
     if not found:
         axes.back_to(before)
     return found

@@ -287,7 +287,7 @@ class _Name:
 
 
 def narrowed(operand: Operand, axes: Axes) -> Operand:
-    """A key before its heads are repeated for the queries that share them, as far as layout operations lead."""
+    """A key before its heads are repeated for queries that share them, as far as layout operations lead."""
     node, layout = operand.node, operand.layout
     if not axes.shared(flat(layout)):
         return operand

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, Node
 
-from .axes import Axes, Axis, AxisRole, flat, step_back
+from .axes import AxisRole, flat
 from .dataflow import Dataflow, Dependencies
 from .find_attention import find_attention
+from .find_causal import CausalityFinder
 from .find_eager_attention import find_eager_attention
+from .find_missed import find_missed
 from .nodes import is_tensor, same_size, shape_of, value_of
-from .ops import Role, arguments, has_role, op_of
+from .ops import Role, arguments, has_role
 from .sites import Attention, AttentionSite, Operand, Refusal, Verdict
 from .subgraphs import Bodies, ModuleBodies
 from .trace_values import Trace, is_state, trace
@@ -40,14 +42,17 @@ def find_sites(graph: Graph, start: Node | None = None, bodies: Bodies | None = 
     needs = Dependencies(flow)
     found: list[Attention | Refusal] = []
     for node in flow.nodes:
-        hit = find_attention(node) or find_eager_attention(node, needs)
+        hit = find_attention(node) or find_eager_attention(node, flow, needs)
         if hit is not None:
             found.append(hit)
     needs.mark(hit.output for hit in found if isinstance(hit, Attention))
     result = Findings(flow, needs)
+    causality = CausalityFinder(flow, needs)
     for hit in found:
-        site = judge(hit, flow, needs) if isinstance(hit, Attention) else hit
+        site = judge(hit, flow, needs, causality) if isinstance(hit, Attention) else hit
         (result.sites if isinstance(site, AttentionSite) else result.refusals).append(site)
+    ends = {hit.output if isinstance(hit, Attention) else hit.attention for hit in found}
+    result.refusals += find_missed(flow, needs, ends)
     for node, body in flow.opaque:
         inner = find_sites(body.graph, None, ModuleBodies(body))
         if inner.sites and flow.position[node] > flow.first:
@@ -63,7 +68,9 @@ def find_sites(graph: Graph, start: Node | None = None, bodies: Bodies | None = 
     return result
 
 
-def judge(attention: Attention, flow: Dataflow, needs: Dependencies) -> AttentionSite | Refusal:
+def judge(
+    attention: Attention, flow: Dataflow, needs: Dependencies, causality: CausalityFinder
+) -> AttentionSite | Refusal:
     """Trace an attention's operands and decide whether it is causal self-attention over the current
     tokens."""
     at, axes = attention.value_argument, attention.axes
@@ -110,12 +117,16 @@ def judge(attention: Attention, flow: Dataflow, needs: Dependencies) -> Attentio
                 latent,
                 remedy="Run the model without a cache (use_cache=False)",
             )
-    if not _causal(attention, bool(value.writes), flow):
-        return refuse(
-            "it is not causal: no cache, several queries, and no mask that differs between them",
-            attention.output,
-            Verdict.NOT_A_LAYER,
-        )
+    if not (attention.causal or same_size(attention.tokens, 1)):
+        hides = causality.hides_future(attention) if attention.masks else False
+        if hides is None and not value.writes:
+            return refuse("whether its mask hides the future cannot be told", attention.masks[0][0])
+        if hides is False:
+            return refuse(
+                "it is not causal: several queries, and no mask that hides the future from them",
+                attention.output,
+                Verdict.NOT_A_LAYER,
+            )
     problem = _check_axes(attention, query, key, value)
     if problem:
         return refuse(problem, value.operand.node)
@@ -188,39 +199,6 @@ def _is_past(node: Node, flow: Dataflow) -> bool:
         return True
     weight = isinstance(value_of(root), torch.nn.Parameter)
     return not weight and not has_role(root, Role.CREATE) and known.dtype.is_floating_point
-
-
-def _causal(attention: Attention, cached: bool, flow: Dataflow) -> bool:
-    if attention.causal or cached or same_size(attention.tokens, 1):
-        return True
-    return any(_varies(mask, dim, flow) for mask, dim in attention.masks)
-
-
-def _varies(mask: Node, dim: int, flow: Dataflow) -> bool:
-    """Whether ``mask`` can differ between queries, its dimension ``dim``; in doubt, it can."""
-    rank = len(shape_of(mask))
-    if dim < -rank or same_size(shape_of(mask)[dim], 1):
-        return False
-    axes = Axes()
-    queries = Axis(AxisRole.TOKEN, shape_of(mask)[dim])
-    layout = tuple(
-        (queries,) if i == rank + dim else (Axis(AxisRole.LANE, n),) for i, n in enumerate(shape_of(mask))
-    )
-    node = mask
-    while True:
-        node = flow.behind(node)
-        held = axes.leaves((queries,))
-        at = [i for i, dims in enumerate(layout) if any(a in held for a in dims)]
-        if not at or all(same_size(shape_of(node)[i], 1) for i in at):
-            return False
-        op = op_of(node)
-        if op is not None and op.role in (Role.ADD, Role.MULTIPLY, Role.SUBTRACT, Role.MASK):
-            inputs = [x for x in node.all_input_nodes if is_tensor(x)]
-            return any(_varies(x, at[-1] - len(layout), flow) for x in inputs)
-        step = step_back(node, layout, axes)
-        if step is None or step.cut:
-            return True
-        node, layout = step.node, step.layout
 
 
 def _check_axes(attention: Attention, query: Trace, key: Trace, value: Trace) -> str:

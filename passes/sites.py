@@ -87,6 +87,10 @@ class Attention:
     value_argument: Node
     """The node that reads the value operand (the attention itself, or the second product)."""
 
+    scores: Node | None = None
+    exponent: Operand | None = None
+    """Of an attention that is written out: the product of query and key, and the input of the softmax."""
+
 
 @dataclass(frozen=True, eq=False)
 class Factor:

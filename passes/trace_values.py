@@ -146,7 +146,7 @@ def _resized(node: Node, layout: Layout) -> Layout:
 
 
 def is_assembled(node: Node, flow: Dataflow) -> bool:
-    """Whether ``node`` is a buffer made here and filled piece by piece: no cache, but one more computed tensor."""
+    """Whether ``node`` is a buffer made here and filled piece by piece: no cache, but a computed tensor."""
     root = flow.root(node)
     return node is root and has_role(root, Role.CREATE) and not flow.external(root)
 

@@ -70,7 +70,6 @@ class DepthAttention(TorchFunctionMode):
 
     config: DepthConfig
     batch: int
-    tokens: int
     module: Callable[[], str] = str
     stack: str = ""
     unrotated: bool = False
@@ -148,7 +147,7 @@ class DepthAttention(TorchFunctionMode):
 
     def _mixed(self, query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
         """The mixed value, in the shape of ``value``."""
-        layer = causal and key.shape[-2] == query.shape[-2] == self.tokens
+        layer = causal and key.shape[-2] == query.shape[-2]
         layer = layer and self.module().startswith(self.stack)
         self.seen.append(Seen(self.module(), causal, layer))
         if not layer:
@@ -248,7 +247,7 @@ def _hides_the_future(mask: Tensor) -> bool:
     if rows == 1:
         return False
     later = torch.ones(rows, columns, dtype=torch.bool).triu(1 + columns - rows)
-    return not bool((mask & later).any())
+    return not bool((mask & later)[..., -3:, :].any())  # a prefix may see all of itself
 
 
 @dataclass(frozen=True)
@@ -355,7 +354,7 @@ def by_definition(
         layers = sum(x.mixed for x in seen)
     config = DepthConfig(stride=stride, recent_window=recent_window).resolve(max(1, layers))
     with module_paths(model) as module, torch.no_grad():
-        mode = DepthAttention(config, ids.shape[0], ids.shape[1], module, stack, unrotated, exact)
+        mode = DepthAttention(config, ids.shape[0], module, stack, unrotated, exact)
         with mode:
             logits = model(ids, **options).logits
     return logits[:batch], mode.seen

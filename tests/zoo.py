@@ -197,6 +197,11 @@ _set(
 )
 _set("smollm3", no_rope_layers=lambda n: [int(i % 4 != 3) for i in range(n)])
 
+_set("xlm", causal=True)
+_set("xlnet", attn_type="uni")
+
+_set("xlm@bi", causal=False)
+_set("xlnet@bi", attn_type="bi")
 _pairs = _cycle("sliding_attention", "full_attention")
 _set("falcon@new", new_decoder_architecture=True, num_kv_heads=2)
 _set("falcon@mha", multi_query=False, num_kv_heads=4)
