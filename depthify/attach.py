@@ -12,6 +12,7 @@ from torch import nn
 
 from . import huggingface
 from .errors import OptionError
+from .loops import runs_in_loop
 
 
 def block_lists(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -74,9 +75,19 @@ def find_owner(
     for ancestor in _ancestors(path):
         owner = model.get_submodule(ancestor)
         if _runs(owner):
-            ancestor = huggingface.recording_owner(model, ancestor)
+            ancestor = _around_loops(model, huggingface.recording_owner(model, ancestor))
             return ancestor, model.get_submodule(ancestor), list(blocks.children())
     raise OptionError(f"model: no module around {path!r} of {type(model).__name__} has a forward")
+
+
+def _around_loops(model: nn.Module, path: str) -> str:
+    """The path of the outermost module whose forward runs the one at ``path`` in a loop; else ``path``."""
+    found = path
+    for ancestor in _ancestors(path):
+        inside = path[len(ancestor) + 1 if ancestor else 0 :].partition(".")[0]
+        if runs_in_loop(model.get_submodule(ancestor), inside):
+            found = ancestor
+    return found
 
 
 def _decoder_of(model: nn.Module) -> str | None:
