@@ -118,11 +118,6 @@ class Comparison:
         return text + (f"   {self.note}" if self.note else "")
 
 
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def milliseconds(
     call: Callable[[], Any], device: str, repeats: int = 1, clock: Callable[[], float] = time.perf_counter
 ) -> float:
@@ -165,14 +160,18 @@ def compare(
         calls: compiled already, or compiled by their first calls, which are not measured.
         least_ms: one measurement repeats its call until it takes about that long.
     """
-    order, device, rounds = ["vanilla", "mixed"], chosen.device, chosen.rounds
+    order, device = ["vanilla", "mixed"], chosen.device
     clock = time.process_time if chosen.clock == "process" else time.perf_counter
     for variant in order:
-        for _ in range(3):
-            calls[variant]()
-    synchronize(device)
+        calls[variant]()
     bytes_of = {variant: peak(calls[variant], device) for variant in order}
-    repeats = max(1, round(least_ms / milliseconds(calls["vanilla"], device, clock=clock)))
+    once = milliseconds(calls["vanilla"], device, clock=clock)
+    if once < 1e3:
+        for variant in order * 2:
+            calls[variant]()
+        once = milliseconds(calls["vanilla"], device, clock=clock)
+    repeats = max(1, round(least_ms / max(once, 1e-3)))
+    rounds = max(3, min(chosen.rounds, int(chosen.seconds * 1e3 / (2 * repeats * max(once, 1e-3)))))
     times: dict[str, list[float]] = {variant: [] for variant in order}
     for i in range(rounds):
         for variant in order if i % 2 else reversed(order):
@@ -229,6 +228,9 @@ class Setting:
     mode: str | None
     rounds: int
     clock: str
+    seconds: float = 600.0
+    """Longest time to measure one row; at least 3 rounds are taken."""
+
     dynamic: bool = False
     """One compile for all lengths of prefill, one for all batches of decode."""
 
