@@ -43,6 +43,7 @@ def emit(
     like: Node,
     layer: int,
     recompute: bool = False,
+    known: dict[str, list[Any]] | None = None,
 ) -> tuple[Any, list[Node]]:
     """Insert the operations of ``function(*inputs)`` in front of ``before``.
 
@@ -53,6 +54,9 @@ def emit(
         layer: number of the mixed layer, kept in the metadata.
         recompute: tag the operations for recomputation in backward, unless ``like`` is tagged. Their names
             tell it as well: caches of compiled graphs do not see tags.
+        known: fake results by what was computed, from earlier calls for the same program: most layers are
+        mixed
+            alike, and running operations on fake tensors is what takes time here.
 
     Returns:
         The function's result as nodes, and all inserted nodes in order.
@@ -72,18 +76,55 @@ def emit(
     while node is not before:
         new.append(node)
         node = node.next
-    mode = fake_mode_of([value_of(n) for n in inputs])
-    with propagating(mode):
-        for node in new:
-            if key not in node.meta:
-                node.meta[key] = _run(node)
-            node.meta.update(
-                {name: like.meta[name] for name in _PAPERS if name in like.meta and name not in node.meta}
-            )
-            node.meta[TAG] = layer
-            if recompute:
-                tag_for_recomputation(node)
+    if key != "val":
+        _propagate(new, inputs, key, known)
+    papers = {name: like.meta[name] for name in _PAPERS if name in like.meta}
+    for node in new:
+        node.meta = {**papers, **node.meta, TAG: layer}
+        if recompute:
+            tag_for_recomputation(node)
     return result, new
+
+
+def _propagate(
+    new: Sequence[Node], inputs: Sequence[Node], key: str, known: dict[str, list[Any]] | None
+) -> None:
+    """Give every new node its fake value."""
+    signature = "" if known is None else _signature(new, inputs)
+    values = known.get(signature) if known is not None else None
+    if values is None:
+        with propagating(fake_mode_of([value_of(n) for n in inputs])):
+            for node in new:
+                node.meta[key] = _run(node)
+        if known is not None:
+            known[signature] = [node.meta[key] for node in new]
+    else:
+        for node, value in zip(new, values, strict=True):
+            node.meta[key] = value
+
+
+class _Number:
+    """Stands for a node in a signature."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __repr__(self) -> str:
+        return f"%{self.number}"
+
+
+def _signature(new: Sequence[Node], inputs: Sequence[Node]) -> str:
+    """What is computed, from what kind of tensors: equal for equal work, whichever nodes do it."""
+    numbers = {node: _Number(i) for i, node in enumerate(dict.fromkeys((*inputs, *new)))}
+    rows = [(n.op, n.target, map_arg((n.args, n.kwargs), numbers.__getitem__)) for n in new]
+    return str([*map(_kind, inputs), rows])
+
+
+def _kind(node: Node) -> Any:
+    known = value_of(node)
+    if not isinstance(known, torch.Tensor):
+        return known
+    return known.dtype, known.device, known.requires_grad, tuple(known.shape), known.stride()
 
 
 def tag_for_recomputation(node: Node) -> None:

@@ -414,9 +414,11 @@ def mix_layer(
     before = placement.wait[0] if placement.wait else anchor
     inputs = [*query_side.nodes, *key_side.nodes, *(key for key, _ in reads)]
     inputs += [*scale.times, *scale.over, *extra]
-    (key, shares), weighing = emit(graph, before, score_all, inputs, point, layer.depth)
+    (key, shares), weighing = emit(graph, before, score_all, inputs, point, layer.depth, known=threads.fakes)
     inputs = [raw, *(value for _, value in reads), *shares]
-    (common, last), mixing = emit(graph, before, combine, inputs, point, layer.depth, recompute)
+    (common, last), mixing = emit(
+        graph, before, combine, inputs, point, layer.depth, recompute, threads.fakes
+    )
     new = [*weighing, *mixing]
     turn_into(point, last)
     new = [node for node in new if node is not last]

@@ -150,6 +150,9 @@ class Threads:
         self.extended: set[Node] = set()
         """Calls and outputs that got one more operand or result."""
 
+        self.fakes: dict[str, list[Any]] = {}
+        """Fake results of what was inserted, see :func:`~depthify.passes.emit.emit`."""
+
     def _path(self, graph: Graph) -> list[Graph]:
         path = [graph]
         while path[0] in self._calls:
