@@ -410,7 +410,7 @@ class _Source:
         """Tables in float32 or less are rotations up to their own rounding only."""
 
     def random(self, shape: list[int]) -> Tensor:
-        return torch.randn(shape, generator=self._generator, dtype=torch.double)
+        return torch.randn(shape, generator=self._generator, dtype=torch.double, device="cpu")
 
     def position(self, node: Node) -> Any:
         """Value of a position tensor; sine and cosine of one angle belong together."""

@@ -8,7 +8,7 @@ the same path.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import Graph, Node
@@ -19,7 +19,7 @@ from .find_attention import find_attention
 from .find_causal import CausalityFinder
 from .find_eager_attention import find_eager_attention
 from .find_missed import find_missed
-from .nodes import is_tensor, same_size, shape_of, value_of
+from .nodes import describe, is_tensor, same_size, shape_of, value_of
 from .ops import Role, arguments, has_role
 from .sites import Attention, AttentionSite, Operand, Refusal, Verdict
 from .subgraphs import Bodies, ModuleBodies
@@ -49,7 +49,7 @@ def find_sites(graph: Graph, start: Node | None = None, bodies: Bodies | None = 
     result = Findings(flow, needs)
     causality = CausalityFinder(flow, needs)
     for hit in found:
-        site = judge(hit, flow, needs, causality) if isinstance(hit, Attention) else hit
+        site = judge(hit, flow, needs, causality, result.sites) if isinstance(hit, Attention) else hit
         (result.sites if isinstance(site, AttentionSite) else result.refusals).append(site)
     ends = {hit.output if isinstance(hit, Attention) else hit.attention for hit in found}
     result.refusals += find_missed(flow, needs, ends)
@@ -69,10 +69,18 @@ def find_sites(graph: Graph, start: Node | None = None, bodies: Bodies | None = 
 
 
 def judge(
-    attention: Attention, flow: Dataflow, needs: Dependencies, causality: CausalityFinder
+    attention: Attention,
+    flow: Dataflow,
+    needs: Dependencies,
+    causality: CausalityFinder,
+    earlier: list[AttentionSite],
 ) -> AttentionSite | Refusal:
     """Trace an attention's operands and decide whether it is causal self-attention over the current
-    tokens."""
+    tokens.
+
+    Attention over the key and value of an ``earlier`` site has no value of its own to mix. It is noted
+    there, and left out here.
+    """
     at, axes = attention.value_argument, attention.axes
     value, key, query = (
         trace(operand, axes, flow, at, attention.tokens)
@@ -85,6 +93,14 @@ def judge(
     for name, found in (("value", value), ("key", key), ("query", query)):
         if found.problem:
             return refuse(f"its {name} cannot be followed: {found.problem}", found.operand.node)
+    for i, site in enumerate(earlier):
+        if value.operand.node is site.value.node and key.operand.node is site.key.node:
+            earlier[i] = replace(site, shared_by=(*site.shared_by, at))
+            return refuse(
+                f"it reuses key and value of {describe(site.output)}, and reads the mixed value there",
+                value.operand.node,
+                Verdict.NOT_A_LAYER,
+            )
     other = _other_stream(query, key, value, flow, needs)
     if other is not None:
         return refuse(other, value.operand.node, Verdict.NOT_A_LAYER)

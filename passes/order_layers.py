@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..config import DepthConfig
 from ..errors import UnsupportedModelError
@@ -57,7 +57,11 @@ def order_layers(findings: Findings, config: DepthConfig) -> list[Stack]:
         )
         raise UnsupportedModelError(f"no causal self-attention found, so there is nothing to mix.{seen}")
     finder = RotaryFinder(findings.flow, findings.needs)
-    stacks = [_stack(sites, config, finder) for sites in _in_sequence(findings.sites, findings.needs)]
+    stacks = [
+        stack
+        for sites in _in_sequence(findings.sites, findings.needs)
+        for stack in _stacks(sites, config, finder)
+    ]
     if all(len(stack.layers) == 1 for stack in stacks):
         raise UnsupportedModelError(
             f"only one causal self-attention layer found ({describe(findings.sites[0].output)}): mixing "
@@ -95,6 +99,21 @@ def _in_sequence(sites: list[AttentionSite], needs: Dependencies) -> list[list[A
             )
         stacks.append([site])
     return stacks
+
+
+def _stacks(sites: list[AttentionSite], config: DepthConfig, finder: RotaryFinder) -> list[Stack]:
+    """One stack, or one for each shape of keys and values: layers can read only others of their shape."""
+    alike: dict[str, list[AttentionSite]] = {}
+    for site in sites:
+        alike.setdefault(_shape_text(site), []).append(site)
+    stacks = [_stack(group, config, finder) for group in alike.values()]
+    if len(stacks) == 1:
+        return stacks
+    shapes = ", ".join(f"{len(group)} of {shape}" for shape, group in alike.items())
+    note = (
+        f"layers with heads of different shapes are mixed among themselves, as stacks of their own: {shapes}"
+    )
+    return [replace(stack, note=f"{stack.note}; {note}" if stack.note else note) for stack in stacks]
 
 
 def _stack(sites: list[AttentionSite], config: DepthConfig, finder: RotaryFinder) -> Stack:

@@ -87,7 +87,7 @@ def _readers(site: AttentionSite, flow: Dataflow) -> tuple[list[Node], list[Node
                 todo.append(user)
             elif is_number(node):
                 sized[user] = None  # does not see the value, but has to stay behind the size
-            elif user is site.attention.value_argument or user.op == "output":
+            elif user in (site.attention.value_argument, *site.shared_by) or user.op == "output":
                 uses[user] = None
             elif has_role(user, Role.WRITE) and arguments(user).get("source") is node:
                 uses[user] = None

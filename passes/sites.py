@@ -143,6 +143,9 @@ class AttentionSite:
 
     tokens: Size
 
+    shared_by: tuple[Node, ...] = ()
+    """Nodes of later attention that reads this very key and value: it reads the mixed value then."""
+
     @property
     def output(self) -> Node:
         return self.attention.output

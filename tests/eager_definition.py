@@ -77,7 +77,11 @@ class DepthAttention(TorchFunctionMode):
     """Casts to float32 inside the model are casts to float64, so that nothing is rounded to less than that."""
 
     seen: list[Seen] = field(default_factory=list)
-    sources: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    sources: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    """Keys and mixed values of the layers so far, by the shape of their heads."""
+
+    raw: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    """Key, value and mixed value of the layers so far, as the model has them."""
     _scores: dict[int, tuple[Tensor, Scores]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -149,10 +153,16 @@ class DepthAttention(TorchFunctionMode):
         """The mixed value, in the shape of ``value``."""
         layer = causal and key.shape[-2] == query.shape[-2]
         layer = layer and self.module().startswith(self.stack)
+        for k, v, mixed in self.raw:  # a layer that reuses the key and value of another
+            if layer and k.shape == key.shape and torch.equal(k, key) and torch.equal(v, value):
+                self.seen.append(Seen(self.module(), causal, False))
+                return mixed
         self.seen.append(Seen(self.module(), causal, layer))
         if not layer:
             return value
-        return self._mix(query, key, value, scale)
+        mixed = self._mix(query, key, value, scale)
+        self.raw.append((key, value, mixed))
+        return mixed
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         shape = value.shape
@@ -172,10 +182,11 @@ class DepthAttention(TorchFunctionMode):
                 _products(q, k), rotated, rtol=1e-4, atol=1e-4 * float(rotated.abs().max())
             ):
                 raise TwinDiffers("query and key are not only rotated by positions")
-        chosen = [self.sources[j] for j in self.config.sources(len(self.sources))]
+        stack = self.sources.setdefault((k.shape[1], k.shape[-1], v.shape[-1]), [])
+        chosen = [stack[j] for j in self.config.sources(len(stack))]
         if chosen:
             v = depth_mix(q, [k for k, _ in chosen] + [k], [v for _, v in chosen] + [v], scale)
-        self.sources.append((k, v))
+        stack.append((k, v))
         place = {head: i for i, group in enumerate(groups) for head in group}
         wide = v[:, [place[head] for head in range(heads)]]
         kept = shape[-3] * shape[0] // self.batch if len(shape) > 3 else shape[0] // self.batch

@@ -234,6 +234,11 @@ WHOLE_TEXT = frozenset({"cpmant"})
 """Models that take all tokens again at every step of cached decoding."""
 
 
+def depths(name: str) -> tuple[int, int]:
+    """Two numbers of layers to look at."""
+    return (6, 8) if name == "gemma4_text@shared" else DEPTHS
+
+
 def stack(name: str) -> str:
     """Path of the text decoder where a model has several stacks of layers."""
     return ""

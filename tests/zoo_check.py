@@ -35,9 +35,10 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max() / b.double().abs().max())
 
 
-def _bound(logits: Tensor) -> float:
+def _bound(model: nn.Module, logits: Tensor) -> float:
     """Some heads cast their logits to float32, behind all that is captured."""
-    return BOUND[torch.float64] if logits.dtype == torch.float64 else 1e-6
+    dtype = next(model.parameters()).dtype
+    return 1e-6 if dtype != logits.dtype else BOUND[dtype]
 
 
 def check(name: str, parts: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -105,15 +106,13 @@ def _options(model: nn.Module, name: str, dtype: torch.dtype) -> dict[str, Any]:
 
 def _full(name: str, attention: str) -> dict[str, Any]:
     """The full forward in exact float64."""
-    model, ids, options = _exact(name, attention)
-    with torch.no_grad():
-        vanilla = model(ids, **options).logits
+    model, ids, options, vanilla, backend = _prepared(name, attention)
     expected, seen = _expected(model, name, ids, options)
     result: dict[str, Any] = {
         "expected sites": sum(x.mixed for x in seen),
         "matters": relative(vanilla, expected),
     }
-    depthify(model, STRIDE, backend=exact_backend, budget=float("inf"))
+    depthify(model, STRIDE, backend=backend, budget=float("inf"))
     with torch.no_grad():
         logits = _captured(model, lambda m: m(ids, **options).logits)
     if isinstance(logits, dict):
@@ -123,13 +122,25 @@ def _full(name: str, attention: str) -> dict[str, Any]:
         "sites": len(report.layers), "left out": [r.reason for r in report.refusals], "scored": report.scored,
         "difference": relative(logits, expected),
     }  # fmt: skip
-    fine = result["difference"] < _bound(logits) and result["sites"] == result["expected sites"]
+    fine = result["difference"] < _bound(model, logits) and result["sites"] == result["expected sites"]
     return result | {"status": "ok" if fine else "WRONG"}
 
 
-def _exact(name: str, attention: str) -> tuple[nn.Module, Tensor, dict[str, Any]]:
-    model = zoo.tiny_model(name, zoo.DEPTHS[0], torch.float64, attention)
-    return model, zoo.tokens(LENGTH), _options(model, name, torch.float64)
+def _prepared(name: str, attention: str) -> tuple[nn.Module, Tensor, dict[str, Any], Tensor, Any]:
+    """A model in exact float64, its inputs, vanilla logits, and the backend to run it with; in float32 if the model
+    insists on that somewhere."""
+    ids = zoo.tokens(LENGTH)
+    try:
+        model = zoo.tiny_model(name, zoo.depths(name)[0], torch.float64, attention)
+        options = _options(model, name, torch.float64)
+        with torch.no_grad():
+            return model, ids, options, model(ids, **options).logits, exact_backend
+    except RuntimeError:
+        torch.set_default_dtype(torch.float32)
+        model = zoo.tiny_model(name, zoo.depths(name)[0], torch.float32, attention)
+        options = _options(model, name, torch.float32)
+        with torch.no_grad():
+            return model, ids, options, model(ids, **options).logits, "eager"
 
 
 def _expected(model: nn.Module, name: str, ids: Tensor, options: dict[str, Any]) -> tuple[Tensor, list[Seen]]:
@@ -183,30 +194,26 @@ def decode(run: Callable[..., Any], model: nn.Module, name: str, ids: Tensor, ca
 
 def _cached(name: str, attention: str, static: bool = False) -> dict[str, Any]:
     """Decoding through a cache, in exact float64: the model's own, or a static one."""
-    model, ids, options = _exact(name, attention)
+    model, ids, options, vanilla, backend = _prepared(name, attention)
 
     def run(which: nn.Module) -> Tensor:
         return decode(which, model, name, ids, _static_cache(model) if static else None)
 
     with torch.no_grad():
-        vanilla = model(ids, **options).logits
         try:
             own: float | str = relative(run(model), vanilla)
         except Exception as error:
-            own = f"{type(error).__name__}: {_text(error)}"[:300]
-        if isinstance(own, str) or own > 1e-4:
-            return {"status": "not in vanilla", "vanilla": own}
+            return {"status": "not in vanilla", "vanilla": f"{type(error).__name__}: {_text(error)}"[:300]}
         expected, _ = _expected(model, name, ids, options)
-        depthify(model, STRIDE, backend=exact_backend, budget=float("inf"))
+        depthify(model, STRIDE, backend=backend, budget=float("inf"))
         logits = _captured(model, run)
     if isinstance(logits, dict):
         return logits
+    if own > 1e-4:
+        return {"status": "not in vanilla", "vanilla": own}
     difference = relative(logits, expected)
-    return {
-        "status": "ok" if difference < BOUND[torch.float64] else "WRONG",
-        "difference": difference,
-        "vanilla": own,
-    }
+    fine = difference < _bound(model, logits)
+    return {"status": "ok" if fine else "WRONG", "difference": difference, "vanilla": own}
 
 
 def _static_cache(model: nn.Module) -> Any:
@@ -219,7 +226,7 @@ def _static_cache(model: nn.Module) -> Any:
 
 
 def _float32(name: str, attention: str) -> dict[str, Any]:
-    model = zoo.tiny_model(name, zoo.DEPTHS[0], torch.float32, attention)
+    model = zoo.tiny_model(name, zoo.depths(name)[0], torch.float32, attention)
     ids = zoo.tokens()
     options = _options(model, name, torch.float32)
     expected, _ = _expected(model, name, ids, options)
@@ -231,7 +238,7 @@ def _float32(name: str, attention: str) -> dict[str, Any]:
 
 def _depth(name: str, attention: str) -> dict[str, Any]:
     """The number of sites at another depth."""
-    model = zoo.tiny_model(name, zoo.DEPTHS[1], torch.float32, attention)
+    model = zoo.tiny_model(name, zoo.depths(name)[1], torch.float32, attention)
     ids = zoo.tokens()
     options = _options(model, name, torch.float32)
     _, seen = by_definition(model, ids, STRIDE, stack=zoo.stack(name), **options)
@@ -242,7 +249,7 @@ def _depth(name: str, attention: str) -> dict[str, Any]:
 
 def _shift(name: str, attention: str) -> dict[str, Any]:
     """Logits after adding a constant to all positions, where that changes nothing in the vanilla model."""
-    model = zoo.tiny_model(name, zoo.DEPTHS[0], torch.float32, attention)
+    model = zoo.tiny_model(name, zoo.depths(name)[0], torch.float32, attention)
     ids, options = zoo.tokens(), _options(model, name, torch.float32)
     own = _change(model, ids, options) if rotates(model) else 1.0
     if own > 1e-4:
