@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from ..torch_internals import real_value
 from .axes import Axes, AxisRole, Layout, axis_dim, flat, step_back
 from .dataflow import Dataflow, Dependencies
-from .nodes import is_number, is_tensor, same_size, shape_of, value_of
+from .nodes import is_number, is_tensor, quotient, same_size, shape_of, value_of
 from .ops import Role, arguments, has_role, mutated, op_name, op_of
 from .sites import AttentionSite, Factor, Operand, Score
 
@@ -107,7 +107,7 @@ class RotaryFinder:
                 first = first or found
         if first is None:
             raise AssertionError(f"{site.output.name} has neither query nor key")
-        read = [*self._positions_below(site.query.node), *self._positions_below(site.key.node)]
+        read = [*self._positions_below(site.query), *self._positions_below(site.key)]
         return replace(first, angles=frozenset(self._angles(read)))
 
     def _peeled(self, operand: Operand) -> Iterator[_Peeled]:
@@ -132,7 +132,7 @@ class RotaryFinder:
     def _pair(self, q: _Peeled, k: _Peeled) -> Rotation | NoRotation | UnknownRotation:
         regions = [self._region(side.operand) for side in (q, k)]
         for side, region in zip((q, k), regions, strict=True):
-            if region is None and (node := self._position_below(side.operand.node)) is not None:
+            if region is None and (node := self._position_below(side.operand)) is not None:
                 return UnknownRotation("positions take part in another way than by a rotation", node)
         query, key = regions
         if query is None and key is None:
@@ -141,7 +141,7 @@ class RotaryFinder:
             alone = query or key
             return UnknownRotation("positions take part in only one of query and key", alone.end.node)
         for region in (query, key):
-            if (node := self._position_below(region.entry.node)) is not None:
+            if (node := self._position_below(region.entry)) is not None:
                 return UnknownRotation("positions take part more than once", node)
         numbers = self._numbers(query, key)
         if numbers is None:
@@ -191,11 +191,13 @@ class RotaryFinder:
             and all(a is b or str(a) == str(b) for a, b in zip(shape_of(node), shape_of(end), strict=True))
         )
 
-    def _position_below(self, node: Node) -> Node | None:
-        """A tensor of positions that enters between the projection and ``node``."""
-        return next(self._positions_below(node), None)
+    def _position_below(self, operand: Operand) -> Node | None:
+        """A tensor of positions that enters between the projection and ``operand``."""
+        return next(self._positions_below(operand), None)
 
-    def _positions_below(self, node: Node) -> Iterator[Node]:
+    def _positions_below(self, operand: Operand) -> Iterator[Node]:
+        node, features = operand.node, axis_dim(operand.layout, AxisRole.FEATURE)
+        size = None if features is None else shape_of(node)[features]
         seen, todo = set(), [node]
         while todo:
             node = todo.pop()
@@ -207,7 +209,7 @@ class RotaryFinder:
                     continue
                 if self._needs.content[read]:
                     todo.append(read)
-                elif self._is_position(read):
+                elif self._is_position(read) and not _scales_vectors(node, read, size):
                     yield read
 
     def _is_position(self, node: Node) -> bool:
@@ -221,6 +223,8 @@ class RotaryFinder:
                 if read in seen or is_number(read) or op_name(read) in _FILLS:
                     continue
                 seen.add(read)
+                if self._flow.external(read) and self._flow.writes(read):
+                    continue  # state of earlier tokens: a cache
                 if self._flow.external(read) or not (reads := self._flow.reads(read)):
                     break
                 todo += reads
@@ -284,6 +288,13 @@ class _Name:
 
     def __repr__(self) -> str:
         return str(self.name)
+
+
+def _scales_vectors(node: Node, read: Node, features: Any) -> bool:
+    """Whether ``node`` multiplies whole vectors with the numbers of ``read``, as a padding mask does."""
+    if not has_role(node, Role.MULTIPLY) or features is None or not same_size(shape_of(read)[-1], 1):
+        return False
+    return quotient(shape_of(node)[-1], features) is not None
 
 
 def narrowed(operand: Operand, axes: Axes) -> Operand:

@@ -20,7 +20,7 @@ from .find_causal import CausalityFinder
 from .find_eager_attention import find_eager_attention
 from .find_missed import find_missed
 from .nodes import describe, is_tensor, same_size, shape_of, value_of
-from .ops import Role, arguments, has_role
+from .ops import Role, arguments, has_role, op_name
 from .sites import Attention, AttentionSite, Operand, Refusal, Verdict
 from .subgraphs import Bodies, ModuleBodies
 from .trace_values import Trace, is_state, trace
@@ -201,9 +201,17 @@ def _cache_upstream(value: Node, query: Node, flow: Dataflow, needs: Dependencie
         if has_role(node, Role.JOIN):
             if any(_is_past(x, flow) for x in arguments(node)["tensors"]):
                 return node
-        elif any(has_role(w, Role.WRITE) for w in flow.writes(node, flow.position[node])):
-            return node
+        for read in (node, *flow.reads(node)):
+            if any(_writes_cache(w, flow) for w in flow.writes(read, flow.position[node])):
+                return node
     return None
+
+
+def _writes_cache(write: Node, flow: Dataflow) -> bool:
+    """Whether tokens are put into a buffer: into one from outside, or by their positions."""
+    if not has_role(write, Role.WRITE):
+        return False
+    return flow.external(flow.root(write)) or op_name(write) not in ("copy_", "copy", "setitem")
 
 
 def _is_past(node: Node, flow: Dataflow) -> bool:
