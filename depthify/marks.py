@@ -88,8 +88,8 @@ def _inside(context: ComptimeContext) -> None:
 
 def _cut_text() -> str:
     return (
-        "the forward of a mixed model was cut by a graph break, so its layers are not in one graph and nothing "
-        "was mixed. Run with TORCH_LOGS=graph_breaks to see where, or compile with fullgraph=True"
+        "the forward of a mixed model was cut by a graph break, so its layers are not in one graph and "
+        "nothing was mixed. Run with TORCH_LOGS=graph_breaks to see where, or compile with fullgraph=True"
     )
 
 

@@ -269,15 +269,15 @@ class Regions(Biased):
         memory of its hidden state, as hooks may pass that on in another tensor object.
         """
         hidden = _first_tensor(args, kwargs)
-        # Without gradients there is no replay. A reentrant checkpoint, whose replay would be wrong because its
-        # forward has no gradients for the sources, is not remembered either, and so refused.
+        # Without gradients there is no replay. A reentrant checkpoint, whose replay would be wrong because
+        # its forward has no gradients for the sources, is not remembered either, and so refused.
         if torch.is_grad_enabled() and hidden is not None:
             alive = StorageWeakRef(hidden.untyped_storage())
             self._replays[_memory_key(block, hidden)] = alive, (sources, exports)
 
     def _forget(self) -> None:
-        """Drop what no checkpoint can ask for any more. Sources keep hidden states of earlier blocks alive, so
-        each round may free the next.
+        """Drop what no checkpoint can ask for any more. Sources keep hidden states of earlier blocks alive,
+        so each round may free the next.
         """
         while expired := [key for key, (alive, _) in self._replays.items() if alive.expired()]:
             for key in expired:

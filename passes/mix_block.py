@@ -114,8 +114,8 @@ def _check_alike(site: AttentionSite, source: Source) -> None:
     common = [*(axis.size for axis in lanes(site)), site.tokens]
     for name, node, size in (("key", source.key, key_size), ("value", source.value, value_size)):
         mine, theirs = [*common, size], shape_of(node)
-        # Sizes that vary between calls are other symbols in the captures the sources come from. Comparing them
-        # makes their equality a guard of this capture, as it has to be.
+        # Sizes that vary between calls are other symbols in the captures the sources come from. Comparing
+        # them makes their equality a guard of this capture, as it has to be.
         if len(mine) != len(theirs) or not all(a == b for a, b in zip(mine, theirs, strict=True)):
             raise UnsupportedModelError(
                 f"{describe(site.output)}: the {name} of a source has shape {list(theirs)}, that of this "

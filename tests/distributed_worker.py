@@ -1,4 +1,5 @@
-"""What each process of test_distributed.py runs: one scenario on two gloo processes, checked against one process.
+"""What each process of test_distributed.py runs: one scenario on two gloo processes, checked against one
+process.
 
 python distributed_worker.py SCENARIO RANK WORLD STORE
 """

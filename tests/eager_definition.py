@@ -1,12 +1,13 @@
 """Depth-Attention by its definition, on any eager model: every attention is seen as it is computed.
 
-A torch function mode watches a plain eager forward. It sees ``scaled_dot_product_attention`` calls, and products whose
-left operand is a softmax of another product; at each it mixes the value with :func:`depthify.reference.depth_mix` and
-lets the model go on. Nothing is captured, and no operation between projection and attention is looked at: which query
-heads share a key is told by comparing keys, and query and key before the rotary embedding come from a second copy of
-every sequence, all of whose tokens are at position 0.
+A torch function mode watches a plain eager forward. It sees ``scaled_dot_product_attention`` calls, and
+products whose left operand is a softmax of another product; at each it mixes the value with
+:func:`depthify.reference.depth_mix` and lets the model go on. Nothing is captured, and no operation between
+projection and attention is looked at: which query heads share a key is told by comparing keys, and query and
+key before the rotary embedding come from a second copy of every sequence, all of whose tokens are at
+position 0.
 
-Full forwards only: there is no cache here, so that cached decoding is checked against something that has none.
+Full forwards only: cached decoding is checked against something that has no cache.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class DepthAttention(TorchFunctionMode):
     stack: str = ""
     unrotated: bool = False
     exact: bool = False
-    """Casts to float32 inside the model are casts to float64, so that nothing is rounded to less than that."""
+    """Casts to float32 inside the model are casts to float64, so that nothing is rounded to less."""
 
     seen: list[Seen] = field(default_factory=list)
     sources: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
@@ -193,8 +194,8 @@ class DepthAttention(TorchFunctionMode):
         return wide[:, :: heads // kept].reshape(shape)
 
     def _before_rotation(self, x: Tensor) -> Tensor:
-        """The vectors of the copy at position 0, as long as those at their own positions: a rotation keeps lengths,
-        and what else depends on the position, a temperature, belongs to the vectors."""
+        """The vectors of the copy at position 0, as long as those at their own positions: a rotation keeps
+        lengths, and what else depends on the position, a temperature, belongs to the vectors."""
         half = self.batch // 2
         long = torch.linalg.vector_norm(x[:half].double(), dim=-1, keepdim=True)
         short = torch.linalg.vector_norm(x[half:].double(), dim=-1, keepdim=True)
@@ -219,7 +220,7 @@ def widened(values: Any) -> Any:
 
 
 def exact_backend(graph_module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-    """A torch.compile backend that runs the graph as it is, but for casts to float32: they are casts to float64."""
+    """A torch.compile backend that runs the graph as it is, but for casts to float32: they are to float64."""
     for node in graph_module.graph.nodes:
         if node.op in ("call_function", "call_method"):
             node.args, node.kwargs = widened((node.args, node.kwargs))
@@ -251,7 +252,7 @@ def _groups(key: Tensor, value: Tensor) -> list[list[int]]:
 
 
 def _hides_the_future(mask: Tensor) -> bool:
-    """Whether no query may see a later key, of a bool or additive mask, or of probabilities that are not 0."""
+    """Whether no query may see a later key: of a bool or additive mask, or of probabilities (not 0)."""
     if mask.dtype != torch.bool:
         mask = mask > -1e4
     rows, columns = mask.shape[-2:]
@@ -367,7 +368,8 @@ def by_definition(
     with module_paths(model) as module, torch.no_grad():
         mode = DepthAttention(config, ids.shape[0], module, stack, unrotated, exact)
         with mode:
-            logits = model(ids, **options).logits
+            logits = model(ids, **options)
+    logits = getattr(logits, "logits", logits)
     return logits[:batch], mode.seen
 
 

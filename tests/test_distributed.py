@@ -1,4 +1,5 @@
-"""DDP, FSDP2 and tensor parallel on two processes: loss and every gradient equal the definition in one process."""
+"""DDP, FSDP2 and tensor parallel on two processes: loss and every gradient equal the definition in one
+process."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from distributed_worker import SCENARIOS
 
 # One of each kind in every run; the others are slow, each starts two processes that import torch.
 SAMPLE = {
-    "ddp compiled, split", "fsdp, depthify first", "fsdp, checkpointing", "tensor parallel", "distributed checkpoint",
+    "ddp compiled, split", "fsdp, depthify first", "fsdp, checkpointing", "tensor parallel",
+    "distributed checkpoint",
 }  # fmt: skip
 
 
@@ -22,13 +24,17 @@ SAMPLE = {
 def test_two_processes(scenario: str, tmp_path: Path) -> None:
     here = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": str(here), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(here / "distributed_worker.py")]
     workers = [
         subprocess.Popen(
-            [sys.executable, str(here / "distributed_worker.py"), scenario, str(rank), "2", str(tmp_path / "store")],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [*command, scenario, str(rank), "2", str(tmp_path / "store")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     try:
         outputs = [worker.communicate(timeout=240)[0] for worker in workers]
     finally:

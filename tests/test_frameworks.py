@@ -34,7 +34,8 @@ def _train(
 
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=4, learning_rate=1e-2,
-        logging_steps=1, save_steps=2, report_to=[], lr_scheduler_type="constant", use_cpu=True, disable_tqdm=True, seed=0, **options,
+        logging_steps=1, save_steps=2, report_to=[], lr_scheduler_type="constant", use_cpu=True,
+        disable_tqdm=True, seed=0, **options,
     )  # fmt: skip
     trainer = Trainer(model=model, args=arguments, train_dataset=Texts())
     trainer.train(resume_from_checkpoint=resume)

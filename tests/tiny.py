@@ -13,7 +13,8 @@ VOCABULARY = 96
 
 _COMMON = dict(
     vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS,
-    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0,
+    bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 
 CONFIGS: dict[str, dict[str, Any]] = {

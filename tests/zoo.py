@@ -1,7 +1,9 @@
 """Tiny models of every causal language model in transformers, from one table of sizes and one of exceptions.
 
-A configuration is its class's defaults, with every known size made small by the *name of its field*: hidden size 64,
-4 heads of 16, 2 key/value heads. ``EXCEPTIONS`` holds what one architecture needs on top, ``VARIANTS`` further
+A configuration is its class's defaults, with every known size made small by the *name of its field*: hidden
+size 64,
+4 heads of 16, 2 key/value heads. ``EXCEPTIONS`` holds what one architecture needs on top, ``VARIANTS``
+further
 configurations that are spelled differently (fused heads, other cache layouts, shared keys and values).
 """
 
@@ -26,20 +28,23 @@ def _size(value: float, names: str) -> None:
 
 _size(
     64,
-    "hidden_size d_model n_embd emb_dim embedding_dim embedding_size word_embed_proj_dim input_embedding_size "
+    "hidden_size d_model n_embd emb_dim embedding_dim embedding_size word_embed_proj_dim "
+    "input_embedding_size "
     "output_embedding_size dim_model_base lru_width embed_dim backbone_hidden_size router_hidden_size",
 )
 _size(
     96,
     "intermediate_size n_inner ffn_dim decoder_ffn_dim encoder_ffn_dim dff dim_ff ffn_hidden_size d_inner "
     "feed_forward_size moe_intermediate_size intermediate_size_mlp shared_expert_intermediate_size "
-    "moe_shared_expert_intermediate_size expert_ffn_hidden_size dense_intermediate_size shared_intermediate_size "
+    "moe_shared_expert_intermediate_size expert_ffn_hidden_size dense_intermediate_size "
+    "shared_intermediate_size "
     "shared_experts_intermediate_size",
 )
 _size(
     4,
     "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
-    "num_decoder_attention_heads num_encoder_attention_heads attention_heads swa_num_attention_heads num_experts "
+    "num_decoder_attention_heads num_encoder_attention_heads attention_heads swa_num_attention_heads "
+    "num_experts "
     "num_local_experts n_routed_experts moe_num_experts index_topk linear_num_value_heads linear_num_heads",
 )
 _size(
@@ -56,7 +61,8 @@ _size(
 )
 _size(
     1,
-    "n_shared_experts num_shared_experts moe_num_shared_experts topk_group first_k_dense_replace num_dense_layers "
+    "n_shared_experts num_shared_experts moe_num_shared_experts topk_group first_k_dense_replace "
+    "num_dense_layers "
     "num_expert_group n_group",
 )
 _size(
@@ -72,17 +78,20 @@ _size(28, "image_size")
 _size(14, "patch_size")
 _size(
     64,
-    "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length max_target_positions "
+    "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length "
+    "max_target_positions "
     "max_source_positions",
 )
 _size(VOCABULARY, "vocab_size vocab_size_per_layer_input decoder_vocab_size")
 _size(
     5,
-    "sliding_window sliding_window_size window_size local_attention attention_window_size attention_chunk_size "
+    "sliding_window sliding_window_size window_size local_attention attention_window_size "
+    "attention_chunk_size "
     "local_attention_window_len",
 )
 _AT_MOST = frozenset(
-    "n_group topk_group num_experts_per_tok moe_topk first_k_dense_replace n_shared_experts num_shared_experts "
+    "n_group topk_group num_experts_per_tok moe_topk first_k_dense_replace n_shared_experts "
+    "num_shared_experts "
     "shared_intermediate_size num_dense_layers".split()
 )
 _LAYERS = (
@@ -107,7 +116,8 @@ def _cycle(*kinds: str) -> Callable[[int], list[str]]:
 
 _set(
     "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
-    "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod reformer bart bigbird_pegasus blenderbot "
+    "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod reformer bart "
+    "bigbird_pegasus blenderbot "
     "blenderbot-small marian mbart mvp pegasus plbart prophetnet whisper trocr musicgen musicgen_melody",
     is_decoder=True,
 )
@@ -119,8 +129,8 @@ _set(
 )
 _set(
     "dots3_note_text", num_key_value_heads=4, head_dim=24, qk_rope_head_dim=6, qk_nope_head_dim=18,
-    swa_num_attention_heads=2, swa_num_key_value_heads=2, swa_q_lora_rank=20, swa_kv_lora_rank=24, swa_head_dim=24,
-    swa_qk_nope_head_dim=16, swa_v_head_dim=12,
+    swa_num_attention_heads=2, swa_num_key_value_heads=2, swa_q_lora_rank=20, swa_kv_lora_rank=24,
+    swa_head_dim=24, swa_qk_nope_head_dim=16, swa_v_head_dim=12,
 )  # fmt: skip
 _set(
     "longcat_flash",
@@ -169,7 +179,8 @@ _set("lfm2_moe", layer_types=_cycle("conv", "full_attention"))
 _set("mamba2", num_heads=8, head_dim=16, n_groups=1)
 _set("musicgen musicgen_melody", num_codebooks=1)
 _set(
-    "qwen4_exp_text", layer_types=_cycle("linear_attention", "indexed_attention"), hc_lowrank=8, ple_embed_dim=16,
+    "qwen4_exp_text", layer_types=_cycle("linear_attention", "indexed_attention"), hc_lowrank=8,
+    ple_embed_dim=16,
     indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=2,
 )  # fmt: skip
 _set(

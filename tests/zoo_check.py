@@ -1,7 +1,10 @@
-"""What is checked of every model of the zoo, as one dictionary per model; ``python tests/zoo_check.py NAME`` prints it.
+"""What is checked of every model of the zoo, as one dictionary per model; ``python tests/zoo_check.py
+NAME`` prints it.
 
-Logits of the full forward against the definition, in exact float64 and in float32 as the model comes; cached decoding
-against the same; attention fused and written out; sites at two depths; and that shifting all positions changes nothing.
+Logits of the full forward against the definition, in exact float64 and in float32 as the model comes;
+cached decoding
+against the same; attention fused and written out; sites at two depths; and that shifting all positions
+changes nothing.
 """
 
 from __future__ import annotations
@@ -127,8 +130,8 @@ def _full(name: str, attention: str) -> dict[str, Any]:
 
 
 def _prepared(name: str, attention: str) -> tuple[nn.Module, Tensor, dict[str, Any], Tensor, Any]:
-    """A model in exact float64, its inputs, vanilla logits, and the backend to run it with; in float32 if the model
-    insists on that somewhere."""
+    """A model in exact float64, its inputs, vanilla logits, and the backend to run it with; in float32 if
+    the model insists on that somewhere."""
     ids = zoo.tokens(LENGTH)
     try:
         model = zoo.tiny_model(name, zoo.depths(name)[0], torch.float64, attention)
@@ -153,7 +156,7 @@ def _expected(model: nn.Module, name: str, ids: Tensor, options: dict[str, Any])
 
 
 def _captured(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> Any:
-    """What ``run(model)`` returns, or why the mixed model does not run, and whether Dynamo captures the vanilla one."""
+    """What ``run(model)`` returns; else why not, and whether Dynamo captures the vanilla model."""
     try:
         return run(model)
     except (DepthifyError, torch._dynamo.exc.TorchDynamoException) as error:
