@@ -105,7 +105,7 @@ def resource_rows(which: str, reports: list[KernelReport]) -> dict[str, Any]:
         "failed": [f"{report.name}: {report.error}" for report in reports if report.error is not None],
         "most registers": max((report.registers or 0 for report in built), default=0),
         "most stack": max((report.stack or 0 for report in built), default=0),
-        "local": max((report.local or 0 for report in built), default=0),
+        "spilled": max((report.spilled or 0 for report in built), default=0),
         "each": [
             [report.name, report.config, report.warps, report.registers, report.stack, report.shared]
             for report in built
@@ -151,7 +151,7 @@ def main() -> None:
     for row in built:
         print(
             f"{row['model']}: {row['kernels']} kernels, {len(row['failed'])} failed, at most "
-            f"{row['most registers']} registers, {row['most stack']} bytes of stack, {row['local']} local"
+            f"{row['most registers']} registers, {row['most stack']} bytes of stack, {row['spilled']} spilled"
         )
     if chosen.json:
         chosen.json.write_text(json.dumps({"rows": rows, "built": built}, indent=1))

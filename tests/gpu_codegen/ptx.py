@@ -14,7 +14,7 @@ from .device import DeviceSpec, pretend
 
 @dataclass(frozen=True)
 class KernelReport:
-    """One kernel, built for one of its configurations; numbers are None where cuobjdump is missing."""
+    """One kernel, built for one of its configurations; numbers are None where ptxas does not tell."""
 
     name: str
     config: str
@@ -22,9 +22,11 @@ class KernelReport:
     warps: int | None = None
     registers: int | None = None
     stack: int | None = None
-    """Bytes of stack per thread; spilled registers lie here."""
+    """Bytes per thread."""
 
-    local: int | None = None
+    spilled: int | None = None
+    """Bytes of registers stored and loaded again, per thread."""
+
     shared: int | None = None
     error: str | None = None
 
@@ -47,7 +49,7 @@ def build(name: str, source: str, spec: DeviceSpec | None = None, every: bool = 
             except Exception as error:  # a kernel that does not build is a finding, not a crash
                 reports.append(KernelReport(name, str(config), error=f"{type(error).__name__}: {error}"))
                 continue
-            used = resources(binary.asm.get("cubin"))
+            used = resources(binary.asm["ptx"])
             shape = ", ".join(f"{key} {value}" for key, value in config.kwargs.items())
             reports.append(
                 KernelReport(
@@ -57,20 +59,21 @@ def build(name: str, source: str, spec: DeviceSpec | None = None, every: bool = 
     return reports
 
 
-def resources(cubin: bytes | None) -> tuple[int | None, int | None, int | None]:
-    """Registers, stack and local bytes per thread."""
+def resources(ptx: str) -> tuple[int | None, int | None, int | None]:
+    """Registers, bytes of stack and of spilled registers per thread, as ptxas reports them."""
     from triton import knobs
 
-    tool = getattr(knobs.nvidia.cuobjdump, "path", None)
-    if not tool or not cubin:
+    tool = getattr(knobs.nvidia.ptxas, "path", None)
+    target = re.search(r"^\.target (\S+?),?$", ptx, re.MULTILINE)
+    if not tool or target is None:
         return None, None, None
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
         file.flush()
-        text = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", text)
-    if found is None:
+        command = [tool, "--verbose", f"--gpu-name={target[1]}", file.name, "--output-file", "/dev/null"]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    used = re.search(r"Used (\d+) registers", text)
+    frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    if used is None or frame is None:
         return None, None, None
-    return int(found[1]), int(found[2]), int(found[3])
+    return int(used[1]), int(frame[1]), int(frame[2]) + int(frame[3])
