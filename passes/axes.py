@@ -306,6 +306,20 @@ def step_back(node: Node, layout: Layout, axes: Axes) -> Step | None:
             return None
 
 
+def step_back_whole(node: Node, layout: Layout, axes: Axes) -> Step | None:
+    """:func:`step_back`, but not to where a vector is spread over several dimensions."""
+
+    def spread(laid: Layout) -> int:
+        return sum(axis.role is AxisRole.FEATURE for axis in axes.leaves(flat(laid)))
+
+    before, old = axes.state(), spread(layout)  # counted now, as the step may split an axis of the layout
+    step = step_back(node, layout, axes)
+    if step is not None and spread(step.layout) > max(old, 1):
+        axes.back_to(before)
+        return None
+    return step
+
+
 def step_forward(node: Node, layout: Layout) -> Layout | None:
     """Carry ``layout`` from the input of a view to its result, for the views a cache is written through.
 

@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
 from ..torch_internals import real_value
-from .axes import Axes, AxisRole, Layout, axis_dim, flat, step_back
+from .axes import Axes, AxisRole, Layout, axis_dim, flat, step_back, step_back_whole
 from .dataflow import Dataflow, Dependencies
 from .nodes import is_number, is_tensor, quotient, same_size, shape_of, value_of
 from .ops import Role, arguments, has_role, mutated, op_name, op_of
@@ -303,7 +303,7 @@ def narrowed(operand: Operand, axes: Axes) -> Operand:
     if not axes.shared(flat(layout)):
         return operand
     while axes.shared(flat(layout)) or () in layout:  # up to where the dimension to repeat was made
-        step = None if mutated(node) else step_back(node, layout, axes)
+        step = None if mutated(node) else step_back_whole(node, layout, axes)
         if step is None or step.cut:
             break
         node, layout = step.node, step.layout

@@ -17,7 +17,18 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .axes import Axes, Axis, AxisRole, Layout, axis_dim, index_items, step_back, step_forward, whole
+from .axes import (
+    Axes,
+    Axis,
+    AxisRole,
+    Layout,
+    axis_dim,
+    index_items,
+    step_back,
+    step_back_whole,
+    step_forward,
+    whole,
+)
 from .dataflow import Dataflow
 from .nodes import Size, dimension, dtype_of, is_tensor, same_size, shape_of, value_of
 from .ops import Role, arguments, has_role, mutated, op_of
@@ -174,7 +185,7 @@ def _next(node: Node, layout: Layout, axes: Axes) -> _Back | None:
         if not isinstance(data, Node) or not isinstance(number, (int, float)) or number == 0:
             return None
         return _Back(data, layout, float(number) if op.role is Role.MULTIPLY else 1.0 / number)
-    step = step_back(node, layout, axes)
+    step = step_back_whole(node, layout, axes)
     if step is None or AxisRole.FEATURE in step.cut:
         return None
     return _Back(step.node, step.layout, cut=bool(step.cut), part=AxisRole.LANE in step.cut)

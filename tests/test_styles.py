@@ -1,0 +1,104 @@
+"""Decoders that are written like other code bases: mixing and caches equal the definition in each style."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import styles
+import torch
+from definition import relative
+from eager_definition import by_definition
+from torch import Tensor, nn
+
+from depthify import depthify, explain
+from depthify.errors import UnsupportedModelError
+
+STYLES: dict[str, Callable[[], nn.Module]] = {
+    "fused split": lambda: styles.Decoder(styles.FusedSplit, learned_positions=True),
+    "fused split, written out": lambda: styles.Decoder(
+        lambda: styles.FusedSplit(by_hand=True), learned_positions=True
+    ),
+    "interleaved groups": styles.InterleavedGroupsDecoder,
+    "complex rotary": styles.ComplexRotaryDecoder,
+    "slot cache": styles.SlotCachedDecoder,
+    "larger cache": styles.LargerCacheDecoder,
+    "einsums": lambda: styles.Decoder(styles.Einsums),
+}
+CROSS = {"decoder over a memory": styles.LAYERS}
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("style", STYLES)
+def test_logits_equal_the_definition(style: str, stride: int) -> None:
+    if style == "einsums":
+        pytest.importorskip("einops")
+    model = styles.decoder(STYLES[style])
+    ids = styles.tokens()
+    with torch.no_grad():
+        vanilla = model(ids)
+    expected, seen = by_definition(model, ids, stride)
+    assert [x.mixed for x in seen].count(True) == styles.LAYERS
+    depthify(model, stride, budget=float("inf"))
+    with torch.no_grad():
+        logits = model(ids)
+    report = explain(model)
+    assert len(report.layers) == styles.LAYERS
+    assert len(report.refusals) == CROSS.get(style, 0)
+    assert relative(logits, expected) < 1e-10
+    assert relative(vanilla, expected) > 1e-2, "mixing has to matter for this test to mean anything"
+
+
+def _decode(model: nn.Module, ids: Tensor, chunks: list[int], as_number: bool) -> Tensor:
+    logits, start = [], 0
+    with torch.no_grad():
+        for length in chunks:
+            at = start if as_number else torch.arange(start, start + length)
+            logits.append(model(ids[:, start : start + length], at))
+            start += length
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("chunks", [[1] * 9, [4, 1, 3, 1]], ids=["token by token", "chunks"])
+@pytest.mark.parametrize("style", ["interleaved groups", "slot cache", "larger cache"])
+def test_cached_decoding_equals_the_full_forward(style: str, chunks: list[int]) -> None:
+    model = styles.decoder(STYLES[style])
+    ids = styles.tokens()
+    expected, _ = by_definition(model, ids, 2)
+    if hasattr(model, "allocate"):
+        model.allocate(ids.shape[0])
+    depthify(model, 2, budget=float("inf"))
+    logits = _decode(model, ids, chunks, as_number=style == "larger cache")
+    assert all(layer.cached for layer in explain(model).layers)
+    assert relative(logits, expected) < 1e-10
+    if style == "larger cache":
+        assert model.blocks[1].attention.values[2:].abs().max() == 0, "only the sequences in use are written"
+
+
+def test_scores_are_taken_before_every_kind_of_rotation() -> None:
+    for style in ("interleaved groups", "complex rotary", "slot cache"):
+        model = depthify(styles.decoder(STYLES[style]), 2, budget=float("inf"))
+        with torch.no_grad():
+            model(styles.tokens())
+        assert explain(model).scored == "before rotation", style
+
+
+def test_scores_that_heads_exchange_are_refused() -> None:
+    """Talking heads: a projection over heads between scores and softmax; no head has a query of its own."""
+
+    class Talking(styles.FusedSplit):
+        def __init__(self) -> None:
+            super().__init__(by_hand=True)
+            self.talk = nn.Linear(styles.HEADS, styles.HEADS, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            batch, length, width = x.shape
+            q, k, v = self.qkv(x).split(width, dim=2)
+            q, k, v = (t.view(batch, length, styles.HEADS, styles.SIZE).transpose(1, 2) for t in (q, k, v))
+            scores = self.talk((q @ k.transpose(-2, -1)).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+            scores = scores.masked_fill(self.allowed[:, :, :length, :length] == 0, float("-inf"))
+            return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    model = depthify(styles.decoder(lambda: styles.Decoder(Talking)), 2)
+    with pytest.raises(UnsupportedModelError):
+        model(styles.tokens())
