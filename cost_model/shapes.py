@@ -203,8 +203,7 @@ def load_config(name: str) -> Any:
             return known
         raise MissingDependencyError(
             f"model={name!r}: it is no preset ({', '.join(PRESETS)}) and no directory; to look it up as a "
-            "model "
-            "id, install depthify[hf]"
+            "model id, install depthify[hf]"
         ) from None
     try:
         return AutoConfig.from_pretrained(name)
@@ -213,8 +212,7 @@ def load_config(name: str) -> Any:
             return known  # a model type that this transformers does not know
         raise OptionError(
             f"model={name!r}: no preset ({', '.join(PRESETS)}), no directory with a config.json and no "
-            "model id "
-            f"that can be read: {error}"
+            f"model id that can be read: {error}"
         ) from error
 
 
@@ -231,8 +229,7 @@ def read_config(config: Any) -> DecoderShape:
     if kind not in _FAMILIES:
         raise UnsupportedModelError(
             f"model_type={kind!r}: no closed form; there is one for {', '.join(sorted(_FAMILIES))}. Give "
-            "the model "
-            "itself, and its graph is counted"
+            "the model itself, and its graph is counted"
         )
 
     def first(*names: str, default: Any = None) -> Any:

@@ -139,10 +139,10 @@ def cost_report(
 
     Args:
         model_or_config: an ``nn.Module``, whose graph is captured on sizes alone and counted
-        (``model(input_ids)`` must
-            be enough to call it); or what is evaluated in closed form, in well under a second for any size: a
-            transformers config, the name of a preset ("paper-410m", "paper-1.5b", "paper-3b"), a directory
-            with a ``config.json``, a model id, a :class:`depthify.cost_model.shapes.DecoderShape`.
+            (``model(input_ids)`` must be enough to call it); or what is evaluated in closed form, in well
+            under a second for any size: a transformers config, the name of a preset ("paper-410m",
+            "paper-1.5b", "paper-3b"), a directory with a ``config.json``, a model id, a
+            :class:`depthify.cost_model.shapes.DecoderShape`.
         stride: None takes the preset's or the config's, else half the layer count.
         batch_size: sequences. seq_len: new tokens of each. cache_len: tokens of each that are cached already.
         dtype: of weights, activations and cache.

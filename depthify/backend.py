@@ -41,10 +41,9 @@ def depthify_backend(
         if not is_whole_capture():
             raise NotMixedError(
                 "backend='depthify' was given a part of the program only: a graph break cut the capture, "
-                "and layers "
-                "in other parts cannot be reached. Compile with fullgraph=True to see where it breaks, "
-                "compile a "
-                "smaller function, or use depthify(model), which captures the model on its own"
+                "and layers in other parts cannot be reached. Compile with fullgraph=True to see where it "
+                "breaks, compile a smaller function, or use depthify(model), which captures the model on "
+                "its own"
             )
         mix_graph(graph_module.graph, config, bodies=ModuleBodies(graph_module))
     except DepthifyError as error:

@@ -152,11 +152,9 @@ class State(Biased):
         if lost:
             raise NotMixedError(
                 f"{self.name} lost {len(lost)} of its {len(self.blocks)} decoder blocks since depthify "
-                f"({lost[0]!r}, "
-                "...), as the stages of a pipeline do. Keys and values of layers in other stages cannot be "
-                "reached, so "
-                "pipeline parallelism is not supported; for a model that was cut on purpose, call depthify "
-                "after cutting"
+                f"({lost[0]!r}, ...), as the stages of a pipeline do. Keys and values of layers in other "
+                "stages cannot be reached, so pipeline parallelism is not supported; for a model that was "
+                "cut on purpose, call depthify after cutting"
             )
 
 
@@ -172,8 +170,7 @@ def _check_same(name: str, before: DepthReport, now: DepthReport) -> None:
     if now.scored != before.scored:
         raise NotMixedError(
             f"{name} was captured with depth scores taken {now.scored!r}, and before {before.scored!r}, so "
-            "cached "
-            "decoding would not equal the full forward. Please report this model"
+            "cached decoding would not equal the full forward. Please report this model"
         )
 
 
@@ -230,8 +227,7 @@ def unswap(module: Any) -> None:
     if base is None:
         raise OptionError(
             f"{type(module).__name__} was changed by another library after depthify (fully_shard, say), so "
-            "its "
-            "class cannot be put back. Restore in the reverse order"
+            "its class cannot be put back. Restore in the reverse order"
         )
     module.__class__ = base
     del module.__dict__["_depthify"]
@@ -259,9 +255,8 @@ def attach(
         chosen = "block" if any(_cut(block) for block in found) else "model"
     if chosen == "block" and not found:
         raise OptionError(
-            f"regions='block': {name} has no single list of decoder blocks. Name them with blocks=[...], "
-            "or use "
-            "regions='model'"
+            f"regions='block': {name} has no single list of decoder blocks. Name them with blocks=[...], or "
+            "use regions='model'"
         )
     for module in (owner, *(found if chosen == "block" else ())):
         if "forward" in vars(module):
@@ -343,8 +338,7 @@ def _check_attachable(model: nn.Module) -> None:
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
             raise OptionError(
                 f"{path or 'the model'} is compiled already. Call depthify first, then torch.compile: the "
-                "compiler "
-                "then gets the mixed graph"
+                "compiler then gets the mixed graph"
             )
 
 

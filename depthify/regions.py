@@ -124,20 +124,17 @@ class Regions(Biased):
         if depth < 2:
             raise UnsupportedModelError(
                 f"{depth} decoder blocks of {self.name} with causal self-attention were run: mixing over "
-                "depth needs "
-                "at least two"
+                "depth needs at least two"
             )
         if self.depths is not None and depth != self.depths:
             raise NotMixedError(
                 f"{depth} attention layers of {self.name} were run, and before {self.depths}. Layers that "
-                "run in some "
-                "calls only cannot be mixed over"
+                "run in some calls only cannot be mixed over"
             )
         if self.depths is None and self.config.stride is None and depth != self.blocks:
             raise UnsupportedModelError(
                 f"{self.name} has {self.blocks} blocks and {depth} attention layers, so the default stride "
-                "is known "
-                f"only now: give stride={max(1, depth // 2)}"
+                f"is known only now: give stride={max(1, depth // 2)}"
             )
         self.depths = depth
 
@@ -178,8 +175,7 @@ class Regions(Biased):
         if self.carry is None:
             raise NotMixedError(
                 f"decoder block {path!r} was run on its own, outside the forward of {self.name}, so it "
-                "would run "
-                "without depth mixing. Call the model itself, or restore(model) first"
+                "would run without depth mixing. Call the model itself, or restore(model) first"
             )
         return self.carry
 
@@ -211,8 +207,7 @@ class Regions(Biased):
         except Unsupported as error:
             raise NotMixedError(
                 f"a decoder block of {self.name} cannot be captured in one graph, so nothing would be "
-                "mixed. Dynamo "
-                f"says: {error}"
+                f"mixed. Dynamo says: {error}"
             ) from error
 
     def compiled(self) -> Any:
@@ -247,8 +242,7 @@ class Regions(Biased):
         if len(places) > 1 and "after position embedding" in places:
             raise UnsupportedModelError(
                 f"{self.name}: depth scores are taken {' and '.join(sorted(places))} in different blocks, "
-                "so they cannot "
-                f"be compared: {block.scores.note}"
+                f"so they cannot be compared: {block.scores.note}"
             )
         self.scored = max(
             places, key=lambda place: ("before rotation", "after position embedding").count(place)

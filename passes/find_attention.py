@@ -29,8 +29,7 @@ def find_attention(node: Node) -> Attention | Refusal | None:
             node,
             node,
             f"heads of query {list(shape_of(query))}, key {list(shape_of(key))} and value "
-            f"{list(shape_of(value))} "
-            "do not correspond",
+            f"{list(shape_of(value))} do not correspond",
             Verdict.UNSUPPORTED,
         )
     query_lanes, key_lanes = lanes

@@ -117,10 +117,9 @@ def judge(
                     value.operand.node,
                 )
             return refuse(
-                f"it reads {attention.length} values for {attention.tokens} queries, but the values of "
-                "past tokens are "
-                "not kept in a cache: they are computed anew behind it, so mixed values have no place to "
-                "be kept",
+                f"it reads {attention.length} values for {attention.tokens} queries, but the values of past "
+                "tokens are not kept in a cache: they are computed anew behind it, so mixed values have no "
+                "place to be kept",
                 value.operand.node,
                 remedy="Run the model without a cache (use_cache=False)",
             )
@@ -128,8 +127,7 @@ def judge(
         if latent is not None:
             return refuse(
                 "its value is computed from a cache, for past and current tokens alike, so mixed values "
-                "have no place "
-                "to be kept",
+                "have no place to be kept",
                 latent,
                 remedy="Run the model without a cache (use_cache=False)",
             )

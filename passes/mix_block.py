@@ -17,6 +17,7 @@ from ..errors import UnsupportedModelError
 from .choose_scores import Scores, choose_scores
 from .dataflow import Dataflow
 from .emit import emit
+from .expand import expand
 from .find_rotary import RotaryFinder
 from .find_sites import find_sites
 from .mix_values import Mixed, Source, in_order, keep_raw, mix_layer
@@ -63,6 +64,7 @@ def mix_block(
 
     if bodies is not None:
         own_bodies(graph, bodies, start)
+    expand(graph, start, bodies)
     findings = find_sites(graph, start, bodies)
     check_supported(findings)
     if not findings.sites:
@@ -71,8 +73,7 @@ def mix_block(
         raise UnsupportedModelError(
             f"one block holds {len(findings.sites)} attention layers ({describe(findings.sites[0].output)}, "
             f"{describe(findings.sites[1].output)}): with regions='block' each block must hold one. Name "
-            "the modules "
-            "that hold one layer each with blocks=, or use regions='model'"
+            "the modules that hold one layer each with blocks=, or use regions='model'"
         )
     site = findings.sites[0]
     scores = choose_scores([site], RotaryFinder(findings.flow, findings.needs))

@@ -167,11 +167,8 @@ _rows(
 )
 _rows(
     Role.CREATE,
-    ""
-    ""
-    ""
-    "zeros|ones|empty|full|tensor|scalar_tensor|arange|linspace|zeros_like|ones_like|empty_like|full_like|new_zeros"
-    "|new_ones|new_empty|new_full|new_tensor|as_tensor|eye|tril_indices|triu_indices *sizes",
+    "zeros|ones|empty|full|tensor|scalar_tensor|arange|linspace|zeros_like|ones_like|empty_like|full_like|"
+    "new_zeros|new_ones|new_empty|new_full|new_tensor|as_tensor|eye|tril_indices|triu_indices *sizes",
 )
 _rows(
     Role.RANDOM,

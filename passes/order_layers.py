@@ -65,8 +65,7 @@ def order_layers(findings: Findings, config: DepthConfig) -> list[Stack]:
     if all(len(stack.layers) == 1 for stack in stacks):
         raise UnsupportedModelError(
             f"only one causal self-attention layer found ({describe(findings.sites[0].output)}): mixing "
-            "over depth "
-            "needs at least two, one computed from the other"
+            "over depth needs at least two, one computed from the other"
         )
     return stacks
 
@@ -164,15 +163,13 @@ def _check_alike(layer: Layer, source: Layer) -> None:
         raise UnsupportedModelError(
             f"layers {source.depth} and {layer.depth} have keys or values of different shapes "
             f"({_shape_text(source.site)} and {_shape_text(layer.site)}), so one cannot attend over the "
-            "other: "
-            f"{describe(layer.site.output)}. Choose a stride whose sources have the same heads"
+            f"other: {describe(layer.site.output)}. Choose a stride whose sources have the same heads"
         )
     devices = {value_of(site.value.node).device for site in (layer.site, source.site)}
     if len(devices) > 1:
         raise UnsupportedModelError(
             f"layers {source.depth} and {layer.depth} are on different devices "
-            f"({', '.join(map(str, devices))}): "
-            f"{describe(layer.site.output)}. Put the model on one device"
+            f"({', '.join(map(str, devices))}): {describe(layer.site.output)}. Put the model on one device"
         )
 
 

@@ -62,8 +62,7 @@ def place(layer: Layer, flow: Dataflow) -> Placement:
         if node in blocked or not pure(node):
             raise UnsupportedModelError(
                 f"{describe(site.output)}: its query or key is computed after its value is used by "
-                f"{describe(anchor)}, "
-                f"and {describe(node)} in between cannot be moved"
+                f"{describe(anchor)}, and {describe(node)} in between cannot be moved"
             )
     _check_memory(layer, wait, late, at, flow)
     return Placement(anchor, wait, tuple(late))
@@ -140,6 +139,5 @@ def _check_memory(layer: Layer, wait: tuple[Node, ...], late: list[Node], at: in
                 if position[change] > begin:
                     raise UnsupportedModelError(
                         f"{describe(layer.site.output)}: {describe(change)} changes in place what "
-                        f"{describe(node)} "
-                        "reads, between its value and the first use of it"
+                        f"{describe(node)} reads, between its value and the first use of it"
                     )

@@ -82,9 +82,8 @@ def main() -> None:
     sources = (0, given.layers // 2)
     tensor = given.length * shape.kv_heads * (shape.key_size + shape.value_size) * 2
     print(
-        f"{given.layers} layers of width {shape.width}, {given.length} tokens, bfloat16; keys and values "
-        "of the "
-        f"{len(sources)} sources: {len(sources) * tensor / 1e6:.2f} MB"
+        f"{given.layers} layers of width {shape.width}, {given.length} tokens, bfloat16; keys and values of "
+        f"the {len(sources)} sources: {len(sources) * tensor / 1e6:.2f} MB"
     )
     print("| saved for backward | vanilla | mixed | mixed, recompute |")
     print("| --- | ---: | ---: | ---: |")
