@@ -1,4 +1,5 @@
-"""The pass, in order: find the attention sites, order them, place and insert the mixture, verify."""
+"""The pass, in order: write out what is fused, find the attention sites, order them, place and insert the
+mixture, verify."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from torch.fx import Graph, Node
 
 from ..config import DepthConfig
 from .dataflow import Dataflow
+from .expand import expand
 from .find_sites import Findings, find_sites
 from .mix_values import Mixed, mix_stack
 from .order_layers import Stack, order_layers
@@ -29,7 +31,8 @@ class Result:
 def plan(
     graph: Graph, config: DepthConfig, start: Node | None = None, bodies: Bodies | None = None
 ) -> tuple[Findings, list[Stack]]:
-    """Find and order the layers after ``start``; changes nothing."""
+    """Find and order the layers after ``start``; changes nothing that is computed."""
+    expand(graph, start, bodies)
     findings = find_sites(graph, start, bodies)
     return findings, order_layers(findings, config)
 

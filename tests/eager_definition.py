@@ -96,6 +96,9 @@ class DepthAttention(TorchFunctionMode):
             args, kwargs = widened((args, kwargs))
         if name == "scaled_dot_product_attention":
             return self._fused(func, args, kwargs)
+        if name == "multi_head_attention_forward":
+            with self:
+                return _multi_head(*args, **kwargs)
         if name in _PRODUCTS:
             return self._product(func, name, args, kwargs)
         result = func(*args, **kwargs)
@@ -210,6 +213,21 @@ class DepthAttention(TorchFunctionMode):
             return out
         half = out[: out.shape[0] // 2]
         return torch.cat([half, half])
+
+
+def _multi_head(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
+    """``F.multi_head_attention_forward`` by its definition; (T, B, E). No dropout, no padding."""
+    heads, weight, bias = args[1:4]
+    out_weight, out_bias = args[8:10]
+    q, k, v = (
+        (x @ w.T + b).unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
+        for x, w, b in zip((query, key, value), weight.chunk(3), bias.chunk(3), strict=True)
+    )
+    mask = options.get("attn_mask")
+    if mask is not None and mask.dtype == torch.bool:
+        mask = ~mask  # here True hides
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return out.permute(2, 0, 1, 3).flatten(2) @ out_weight.T + out_bias, None
 
 
 def widened(values: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Small decoders in the styles of well-known code bases, none of them from transformers: same maths, other spellings.
+"""Small decoders in the styles of well-known code bases, none of them from transformers: same maths, other
+spellings.
 
-Every model is called with token ids and returns logits; those with a cache also take the position of the first
-token and keep their cache in buffers.
+Every model is called with token ids and returns logits; those with a cache also take positions and keep their
+cache in buffers.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ class FusedSplit(nn.Module):
 
 
 class InterleavedGroups(nn.Module):
-    """One projection whose features are (groups, queries of the group + key + value, size), and a cache that is
-    written by position into buffers."""
+    """One projection whose features are (groups, queries of the group + key + value, size), and a cache that
+    is written by position into buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,14 +328,27 @@ class Einsums(nn.Module):
         return self.out(rearrange(y, "b h t d -> b t (h d)"))
 
 
+class TorchAttention(nn.Module):
+    """``nn.MultiheadAttention``; with ``weights`` it also returns its probabilities, which are not used."""
+
+    def __init__(self, weights: bool = False) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.weights = weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return self.attention(x, x, x, attn_mask=hidden, need_weights=self.weights)[0]
+
+
 class TorchDecoder(nn.Module):
     """``nn.TransformerEncoder`` with a causal mask, or ``nn.TransformerDecoder`` over a memory."""
 
-    def __init__(self, memory: bool = False, batch_first: bool = True) -> None:
+    def __init__(self, memory: bool = False, batch_first: bool = True, norm_first: bool = True) -> None:
         super().__init__()
         self.batch_first = batch_first
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        options = dict(dropout=0.0, batch_first=batch_first, norm_first=True)
+        options = dict(dropout=0.0, batch_first=batch_first, norm_first=norm_first)
         if memory:
             layer: nn.Module = nn.TransformerDecoderLayer(WIDTH, HEADS, 2 * WIDTH, **options)
             self.stack: nn.Module = nn.TransformerDecoder(layer, LAYERS)

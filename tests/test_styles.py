@@ -24,6 +24,12 @@ STYLES: dict[str, Callable[[], nn.Module]] = {
     "slot cache": styles.SlotCachedDecoder,
     "larger cache": styles.LargerCacheDecoder,
     "einsums": lambda: styles.Decoder(styles.Einsums),
+    "module of torch": lambda: styles.Decoder(styles.TorchAttention),
+    "module of torch, weights returned": lambda: styles.Decoder(lambda: styles.TorchAttention(weights=True)),
+    "encoder with a causal mask": styles.TorchDecoder,
+    "encoder, norms last": lambda: styles.TorchDecoder(norm_first=False),
+    "encoder, tokens first": lambda: styles.TorchDecoder(batch_first=False),
+    "decoder over a memory": lambda: styles.TorchDecoder(memory=True),
 }
 CROSS = {"decoder over a memory": styles.LAYERS}
 
@@ -47,6 +53,18 @@ def test_logits_equal_the_definition(style: str, stride: int) -> None:
     assert len(report.refusals) == CROSS.get(style, 0)
     assert relative(logits, expected) < 1e-10
     assert relative(vanilla, expected) > 1e-2, "mixing has to matter for this test to mean anything"
+
+
+@pytest.mark.parametrize("style", ["encoder with a causal mask", "module of torch, weights returned"])
+def test_what_is_one_function_in_torch_is_written_out_with_gradients_too(style: str) -> None:
+    """In inference PyTorch takes a fused kernel; with gradients it takes another function."""
+    model = styles.decoder(STYLES[style])
+    ids = styles.tokens()
+    expected, _ = by_definition(model, ids, 2)
+    logits = depthify(model, 2, budget=float("inf"))(ids)
+    assert relative(logits, expected) < 1e-10
+    logits.square().mean().backward()
+    assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in model.parameters())
 
 
 def _decode(model: nn.Module, ids: Tensor, chunks: list[int], as_number: bool) -> Tensor:
