@@ -5,7 +5,8 @@
     python examples/benchmarks/kernel_table.py --scenarios train --ptx      # also registers and spills
 
 A row compares the mixed model with the same model unmixed. Launches are calls, not kernel definitions; MB
-are 1e6 bytes; "saved" is what the training forward keeps for backward.
+are 1e6 bytes, per mixed layer; "saved" is what the training forward keeps for backward. JSON is written after
+every scenario, so that a run that is stopped leaves what it has.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from gpu_codegen import KernelReport, Result, build, unavailable
 from gpu_codegen.scenarios import HEADS, SCENARIOS, Shape, compile_scenario
 
 COLUMNS = (
+    ("unmixed", "{:d}"),
     ("launches", "{:d}"),
     ("added", "{:+d}"),
     ("per mixed layer", "{:+.2f}"),
@@ -64,6 +66,7 @@ def rows_of(
                 "stride": stride,
                 "vanilla": then,
                 "mixed": now,
+                "unmixed": then["launches"],
                 "launches": now["launches"],
                 "added": now["launches"] - then["launches"],
                 "per mixed layer": (now["launches"] - then["launches"]) / layers,
@@ -147,14 +150,14 @@ def main() -> None:
                     print(table(rows).splitlines()[-1], file=sys.stderr, flush=True)
                     if chosen.ptx:
                         built.append(resource_rows(f"{title}, stride {stride}", build_all(mixed)))
+                if chosen.json:
+                    chosen.json.write_text(json.dumps({"rows": rows, "built": built}, indent=1))
     print(table(rows))
     for row in built:
         print(
             f"{row['model']}: {row['kernels']} kernels, {len(row['failed'])} failed, at most "
             f"{row['most registers']} registers, {row['most stack']} bytes of stack, {row['spilled']} spilled"
         )
-    if chosen.json:
-        chosen.json.write_text(json.dumps({"rows": rows, "built": built}, indent=1))
 
 
 if __name__ == "__main__":
