@@ -34,6 +34,9 @@ class Dataflow:
         self.opaque: list[tuple[Node, GraphModule]] = []
         """Operations that may run a body several times or not at all, with that body."""
 
+        self.bodies: dict[Node, GraphModule] = {}
+        """By the node that refers to it: every body of an operation."""
+
         self._same: dict[Node, Node] = {}
         self.first = -1
         self._index(graph, bodies, start)
@@ -65,6 +68,10 @@ class Dataflow:
                         result = results[user.args[1]]
                         if isinstance(result, Node):
                             self._same[user] = result
+            if node.op == "get_attr" and bodies is not None:
+                body = bodies.get(str(node.target))
+                if body is not None:
+                    self.bodies[node] = body
             self.opaque += [(node, body) for body in opaque_bodies(node, bodies)]
             self.position[node] = len(self.position)
             if node is start:

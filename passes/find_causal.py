@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from ..torch_internals import real_value
 from .axes import AxisRole
 from .dataflow import Dataflow, Dependencies
+from .flex import Mods, slope, visible
 from .nodes import dtype_of, is_number, is_tensor, shape_of, value_of
 from .ops import Role, has_role, mutated
 from .sites import Attention
@@ -45,6 +46,8 @@ class CausalityFinder:
     def hides_future(self, attention: Attention) -> bool | None:
         """Whether late queries see their own and earlier keys and no later ones; None where that is not
         known."""
+        if attention.mods is not None:
+            return self._look_mods(attention, attention.mods)
         if attention.exponent is not None:
             return self._look(attention, attention.exponent.node, attention.scores)
         masks = [mask for mask, _ in attention.masks]
@@ -69,6 +72,56 @@ class CausalityFinder:
                 return True
             seen = seen or hidden is False
         return False if seen else None
+
+    def _look_mods(self, attention: Attention, mods: Mods) -> bool | None:
+        seen = False
+        past = _hint(attention.length) - _hint(attention.tokens)
+        if past and _hint(attention.tokens) > _LONG:
+            return None
+        for fill in _FILLS:
+            try:
+                values = [
+                    self._buffers(reads, fill, attention) for reads in (mods.score_reads, mods.mask_reads)
+                ]
+                sees = visible(mods, *values, self._counts(attention))
+                hidden = _hides(sees, past)
+            except Exception:  # whatever an operation of the model may raise on stand-ins
+                continue
+            if hidden:
+                return True
+            if bool(sees.all()) and mods.blocks:
+                return None  # the functions mask nothing, but blocks may be left out
+            seen = seen or hidden is False
+        return False if seen else None
+
+    def slope(self, attention: Attention) -> float | None:
+        """What the scores of a ``flex_attention`` are multiplied with; None where that is no known number."""
+        mods, found = attention.mods, None
+        if mods is None or mods.score is None:
+            return 1.0
+        for fill in _FILLS:
+            try:
+                values = self._buffers(mods.score_reads, fill, attention)
+                found = slope(mods, values, self._counts(attention))
+                learned = [
+                    x * 1.5 + 0.25 if isinstance(x, Tensor) and x.is_floating_point() and real is None else x
+                    for x, real in zip(values, map(real_value, mods.score_reads), strict=True)
+                ]
+                again = slope(mods, learned, self._counts(attention))
+            except Exception:  # as above
+                continue
+            return found if found is not None and again == found else None
+        return None
+
+    def _buffers(self, reads: tuple[Node, ...], fill: Any, attention: Attention) -> list[Any]:
+        return [self._run(node, None, fill, attention.tokens) for node in reads]
+
+    @staticmethod
+    def _counts(attention: Attention) -> tuple[int, int, int]:
+        rows, columns = _hint(attention.tokens), _hint(attention.length)
+        short = {rows: _SHORT} if rows > _LONG else {}
+        query = shape_of(attention.query.node)
+        return int(_hint(query[-3])), _shortened(rows, short), _shortened(columns, short)
 
     def _run(self, target: Node, scores: Node | None, fill: Any, tokens: Any) -> Tensor:
         size = _hint(tokens)

@@ -42,7 +42,7 @@ def find_sites(graph: Graph, start: Node | None = None, bodies: Bodies | None = 
     needs = Dependencies(flow)
     found: list[Attention | Refusal] = []
     for node in flow.nodes:
-        hit = find_attention(node) or find_eager_attention(node, flow, needs)
+        hit = find_attention(node, flow) or find_eager_attention(node, flow, needs)
         if hit is not None:
             found.append(hit)
     needs.mark(hit.output for hit in found if isinstance(hit, Attention))
@@ -132,15 +132,28 @@ def judge(
                 remedy="Run the model without a cache (use_cache=False)",
             )
     if not (attention.causal or same_size(attention.tokens, 1)):
-        hides = causality.hides_future(attention) if attention.masks else False
+        masked = bool(attention.masks) or attention.mods is not None
+        hides = causality.hides_future(attention) if masked else False
         if hides is None and not value.writes:
-            return refuse("whether its mask hides the future cannot be told", attention.masks[0][0])
+            at_mask = attention.masks[0][0] if attention.masks else attention.output
+            return refuse("whether its mask hides the future cannot be told", at_mask)
         if hides is False:
             return refuse(
                 "it is not causal: several queries, and no mask that hides the future from them",
                 attention.output,
                 Verdict.NOT_A_LAYER,
             )
+    if attention.mods is not None:
+        slope = causality.slope(attention)
+        if slope is None:
+            return refuse(
+                "its score_mod scales scores by a number that is not the same for all or not known here, so "
+                "its softmax has no one scale",
+                attention.output,
+                remedy="Give the scale as flex_attention(scale=...), or scale the query",
+            )
+        scale = attention.scale
+        attention = replace(attention, scale=replace(scale, number=scale.number * slope))
     problem = _check_axes(attention, query, key, value)
     if problem:
         return refuse(problem, value.operand.node)

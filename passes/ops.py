@@ -83,6 +83,13 @@ def _rows(role: Role, *rows: str, aliases: bool = False) -> None:
 _rows(
     Role.ATTENTION,
     "scaled_dot_product_attention query key value attn_mask dropout_p is_causal scale enable_gqa",
+    "_scaled_dot_product_flash_attention query key value dropout_p is_causal return_debug_mask scale",
+    "_scaled_dot_product_flash_attention_for_cpu query key value dropout_p is_causal attn_mask scale",
+    "_scaled_dot_product_efficient_attention query key value attn_mask compute_log_sumexp dropout_p "
+    "is_causal scale",
+    "_scaled_dot_product_cudnn_attention query key value attn_mask compute_log_sumexp dropout_p is_causal "
+    "return_debug_mask scale",
+    "flex_attention query key value score_mod block_mask scale kernel_options score_reads mask_reads",
 )
 _rows(
     Role.CONTRACT,
@@ -186,6 +193,7 @@ _PARAM_NAMES = {
     "values": "source",
     "query_": "query",
     "size": "sizes",
+    "attn_bias": "attn_mask",
 }
 _ATTRIBUTES = frozenset({"T", "mT", "H", "mH"})
 

@@ -8,6 +8,7 @@ from enum import Enum
 from torch.fx import Node
 
 from .axes import Axes, Layout
+from .flex import Mods
 from .nodes import Size, describe, module_path
 
 
@@ -90,6 +91,9 @@ class Attention:
     scores: Node | None = None
     exponent: Operand | None = None
     """Of an attention that is written out: the product of query and key, and the input of the softmax."""
+
+    mods: Mods | None = None
+    """Of ``flex_attention``: the functions that change and mask single scores."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -372,6 +372,49 @@ class TorchDecoder(nn.Module):
         return self.head(x if self.batch_first else x.transpose(0, 1))
 
 
+class Flex(nn.Module):
+    """``flex_attention`` with a block mask and a score function; ``plain``: the same, computed in full."""
+
+    def __init__(self, length: int, mask: Callable | None, score: Callable | None) -> None:
+        super().__init__()
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        self.mask, self.score, self.plain = mask, score, False
+        self.blocks = (
+            None if mask is None else create_block_mask(mask, None, None, length, length, device="cpu")
+        )
+        self.q = nn.Linear(WIDTH, HEADS * SIZE, bias=False)
+        self.k = nn.Linear(WIDTH, GROUPS * SIZE, bias=False)
+        self.v = nn.Linear(WIDTH, GROUPS * SIZE, bias=False)
+        self.out = nn.Linear(HEADS * SIZE, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        batch, length, _ = x.shape
+        q, k, v = (
+            layer(x).view(batch, length, -1, SIZE).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        if self.plain:
+            y = self.in_full(q, k, v)
+        else:
+            y = flex_attention(q, k, v, score_mod=self.score, block_mask=self.blocks, enable_gqa=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, -1))
+
+    def in_full(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (t.repeat_interleave(HEADS // GROUPS, 1) for t in (k, v))
+        scores = q @ k.transpose(-2, -1) * SIZE**-0.5
+        head, row, column = (
+            torch.arange(n).view(shape)
+            for n, shape in zip(scores.shape[1:], ((-1, 1, 1), (-1, 1), (1, -1)), strict=True)
+        )
+        if self.score is not None:
+            scores = self.score(scores, 0, head, row, column)
+        if self.mask is not None:
+            scores = scores.masked_fill(~self.mask(0, head, row, column), -float("inf"))
+        return scores.softmax(-1) @ v
+
+
 class Opaque(nn.Module):
     """Attention as one operation that the compiler cannot look into: ``attend(q, k, v)`` in (B, T, H, D)."""
 

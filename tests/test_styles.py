@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import styles
@@ -91,6 +92,60 @@ def test_cached_decoding_equals_the_full_forward(style: str, chunks: list[int]) 
     assert relative(logits, expected) < 1e-10
     if style == "larger cache":
         assert model.blocks[1].attention.values[2:].abs().max() == 0, "only the sequences in use are written"
+
+
+FLEX = {
+    "causal mask_mod": dict(mask=lambda b, h, q, k: q >= k),
+    "window": dict(mask=lambda b, h, q, k: (q >= k) & (q - k < 4)),
+    "causal score_mod": dict(score=lambda s, b, h, q, k: torch.where(q >= k, s, -float("inf"))),
+    "soft-cap and positions": dict(
+        mask=lambda b, h, q, k: q >= k, score=lambda s, b, h, q, k: 5 * torch.tanh(s / 5) - 0.1 * (q - k)
+    ),
+    "scale inside": dict(mask=lambda b, h, q, k: q >= k, score=lambda s, b, h, q, k: 0.5 * s),
+}
+
+
+OFTEN = ("causal score_mod", "soft-cap and positions")
+
+
+@pytest.mark.parametrize("kind", [k if k in OFTEN else pytest.param(k, marks=pytest.mark.slow) for k in FLEX])
+def test_flex_attention_is_causal_if_its_functions_are(kind: str) -> None:
+    made = FLEX[kind]
+    model = styles.decoder(
+        lambda: styles.Decoder(lambda: styles.Flex(9, made.get("mask"), made.get("score")))
+    )
+    ids = styles.tokens()
+    for block in model.blocks:
+        block.attention.plain = True
+    expected, seen = by_definition(model, ids, 2)
+    assert all(x.mixed for x in seen)
+    for block in model.blocks:
+        block.attention.plain = False
+    depthify(model, 2, budget=float("inf"))
+    with torch.no_grad():
+        logits = model(ids)
+    assert [layer.written_as for layer in explain(model).layers] == ["flex_attention"] * styles.LAYERS
+    assert relative(logits, expected) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        pytest.param(dict(mask=lambda b, h, q, k: q - k < 4), "it is not causal", marks=pytest.mark.slow),
+        pytest.param(
+            dict(score=lambda s, b, h, q, k: s - (q - k).abs()), "it is not causal", marks=pytest.mark.slow
+        ),
+        (dict(mask=lambda b, h, q, k: q >= k, score=lambda s, b, h, q, k: s * (h + 1)), "no one scale"),
+    ],
+    ids=["both sides", "no mask", "a scale for each head"],
+)
+def test_flex_attention_of_another_kind_is_refused(made: dict[str, Any], reason: str) -> None:
+    model = styles.decoder(
+        lambda: styles.Decoder(lambda: styles.Flex(9, made.get("mask"), made.get("score")))
+    )
+    depthify(model, 2)
+    with pytest.raises(UnsupportedModelError, match=reason), torch.no_grad():
+        model(styles.tokens())
 
 
 def test_scores_are_taken_before_every_kind_of_rotation() -> None:
