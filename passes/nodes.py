@@ -97,13 +97,13 @@ def _clean(path: str) -> str:
 
 
 def source_line(node: Node) -> str:
-    """The user's line of code that made ``node``: ``file.py:12: code``; empty when unknown."""
+    """The user's line of code that made ``node``, as ``file.py:12 `code` ``; empty when unknown."""
     trace = node.meta.get("stack_trace") or ""
     found = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', trace)
     if not found:
         return ""
     file, line, code = found[-1]
-    return f"{file}:{line}: {code.strip()}"
+    return f"{file}:{line} `{code.strip()}`"
 
 
 def describe(node: Node) -> str:

@@ -81,8 +81,14 @@ def _guarded(part: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
             "status": "refused" if "captured with" in str(error) else "not captured",
             "reason": _text(error),
         }
+    except NotDefined as error:
+        return {"status": "not defined", "reason": _text(error)}
     except Exception as error:
         return {"status": "error", "reason": f"{type(error).__name__}: {_text(error)}"}
+
+
+class NotDefined(Exception):
+    """The independent computation has no value for a model, which depthify then has to refuse."""
 
 
 def _text(error: BaseException) -> str:
@@ -148,6 +154,20 @@ def _prepared(name: str, attention: str) -> tuple[nn.Module, Tensor, dict[str, A
 
 def _expected(model: nn.Module, name: str, ids: Tensor, options: dict[str, Any]) -> tuple[Tensor, list[Seen]]:
     exact = next(model.parameters()).dtype == torch.float64
+    backend = "eager" if not exact else exact_backend
+    try:
+        return _by_definition(model, name, ids, options, exact)
+    except Exception as error:
+        torch._dynamo.reset()
+        depthify(model, STRIDE, backend=backend, budget=float("inf"))
+        with torch.no_grad():
+            model(ids, **options)  # is to raise: what is not defined cannot be mixed
+        raise NotDefined(f"{type(error).__name__}: {_text(error)}") from error
+
+
+def _by_definition(
+    model: nn.Module, name: str, ids: Tensor, options: dict[str, Any], exact: bool
+) -> tuple[Tensor, list[Seen]]:
     run = functools.partial(by_definition, model, ids, STRIDE, exact=exact, stack=zoo.stack(name), **options)
     try:
         return run(unrotated=rotates(model))

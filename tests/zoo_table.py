@@ -1,0 +1,218 @@
+"""Check every model of the zoo and write the support table.
+
+    python tests/zoo_table.py check RESULTS.jsonl [--parts full,cached] [--jobs 1] [NAME ...]
+    python tests/zoo_table.py collect RESULTS.jsonl ... > tests/zoo_results.json
+    python tests/zoo_table.py write README.md
+
+``check`` appends one line of JSON per model and goes on where it stopped; ``collect`` joins such files into
+the results that are kept here; ``write`` puts the table made of those between the two marks in the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import queue
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any
+
+import zoo
+import zoo_check
+
+RESULTS = Path(__file__).with_name("zoo_results.json")
+BEGIN, END = "<!-- support table: begin -->", "<!-- support table: end -->"
+_SECONDS = 600
+_MARKS = {
+    "ok": "yes",
+    "refused": "refused",
+    "not captured": "no graph",
+    "not in vanilla": "-",
+    "WRONG": "WRONG",
+    "error": "ERROR",
+}
+
+
+def _child(name: str, parts: tuple[str, ...], results: Any) -> None:
+    zoo_check.quiet()
+    results.put(zoo_check.check(name, parts))
+
+
+def check_apart(name: str, parts: tuple[str, ...]) -> dict[str, Any]:
+    """:func:`zoo_check.check` in a process of its own: a crash is the result of this model alone."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    process = context.Process(target=_child, args=(name, parts, results))
+    process.start()
+    try:
+        return results.get(timeout=_SECONDS)
+    except queue.Empty:
+        return {"name": name, "status": "error", "reason": f"no result in {_SECONDS} s"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def check_all(path: Path, parts: tuple[str, ...], names: Sequence[str], jobs: int) -> None:
+    known = {line["name"] for line in _lines(path)} if path.exists() else set()
+    with ThreadPool(jobs) as pool, path.open("a") as file:
+        waiting = [name for name in names or zoo.names() if name not in known]
+        for result in pool.imap_unordered(lambda name: check_apart(name, parts), waiting):
+            file.write(json.dumps(result) + "\n")
+            file.flush()
+            print(result["name"], statuses(result), flush=True)
+
+
+def _lines(path: Path) -> Iterable[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def statuses(result: dict[str, Any]) -> dict[str, str]:
+    """Status of every part of one model."""
+    found = {key: part["status"] for key, part in result.items() if isinstance(part, dict)}
+    return found or {"all": result.get("status", "error")}
+
+
+def collect(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """Results by model; later files add parts, or replace them."""
+    joined: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        for result in _lines(path):
+            joined.setdefault(result["name"], {}).update(_kept(result))
+    return dict(sorted(joined.items()))
+
+
+def _kept(result: dict[str, Any]) -> dict[str, Any]:
+    """What does not change from run to run."""
+    kept = {}
+    for key, value in result.items():
+        if isinstance(value, dict):
+            names = ("status", "reason", "vanilla", "sites", "expected sites", "scored", "left out")
+            value = {
+                name: _short(value[name]) for name in names if name in value and value[name] not in ([], None)
+            }
+            if isinstance(value.get("vanilla"), float):
+                del value["vanilla"]
+        if key not in ("name", "seconds"):
+            kept[key] = _short(value)
+    return kept
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, str):
+        return re.sub(r"\S*/site-packages/", "", "\n".join(value.split("\n")[:2]))[:600]
+    return [_short(x) for x in dict.fromkeys(value)] if isinstance(value, list) else value
+
+
+def counts(results: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """How many architectures are captured by Dynamo at all, right, right with a cache, refused, and else."""
+    full = Counter(result.get("full", result).get("status") for result in results.values())
+    captured = [r for r in results.values() if r.get("full", {}).get("status") not in (None, "not captured")]
+    cached = Counter(r.get("cached", {}).get("status") for r in captured if r["full"]["status"] == "ok")
+    return {
+        "models": len(results),
+        "captured": len(captured),
+        "right": full["ok"],
+        "refused": full["refused"],
+        "wrong": full["WRONG"] + full["error"],
+        "cached right": cached["ok"],
+        "cached refused": cached["refused"],
+        "cached wrong": cached["WRONG"] + cached["error"],
+        "no cached decoding": cached["not in vanilla"] + cached["not captured"] + cached[None],
+    }
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """The support table in Markdown."""
+    heads = ("model", "class", "layers mixed over", "logits", "written out", "cached", "notes")
+    lines = [f"| {' | '.join(heads)} |", "| --- | --- | --- | --- | --- | --- | --- |"]
+    for name, result in results.items():
+        full = result.get("full", {})
+        cells = [name, result.get("class", "-"), _layers(full)]
+        cells += [_mark(result, part) for part in ("full", "eager", "cached")]
+        lines.append(f"| {' | '.join((*cells, _notes(result)))} |")
+    return "\n".join(lines)
+
+
+def _layers(full: dict[str, Any]) -> str:
+    return str(full["sites"]) if "sites" in full else "-"
+
+
+def _mark(result: dict[str, Any], part: str) -> str:
+    if part == "eager" and result.get("attention") == "eager":
+        part = "full"  # the model has no other attention than the one that is written out
+    return _MARKS.get(result.get(part, {}).get("status", ""), "-")
+
+
+def _notes(result: dict[str, Any]) -> str:
+    notes: list[str] = []
+    if "full" not in result:
+        notes.append(str(result.get("reason", "")))
+    for part in ("full", "eager", "cached"):
+        found = result.get(part, {})
+        if found.get("status") != "ok" and "reason" in found:
+            notes.append(_sentence(found["reason"]))
+    full = result.get("full", {})
+    if full.get("status") == "ok" and full.get("scored") not in (None, "before rotation"):
+        notes.append(f"scores: {full['scored']}")
+    notes += [f"left out: {_sentence(x)}" for x in full.get("left out", ())]
+    return "; ".join(dict.fromkeys(notes)).replace("|", "/")
+
+
+def _sentence(text: str) -> str:
+    """The first reason that is given, without where in the code it was found."""
+    found = re.search(r"^  - [^`]*`[^`]*`: (.*)$", text, re.MULTILINE)
+    first = (found[1] if found else text).split("; the search ended")[0].split(". ")[0].split("\n")[0]
+    return first if len(first) <= 200 else first[:197] + "..."
+
+
+def summary(results: dict[str, dict[str, Any]]) -> str:
+    n = counts(results)
+    return (
+        f"{n['models']} models: every causal language model of transformers, and variants of their "
+        f"configurations. Dynamo captures {n['captured']} of them in one graph. Of these, "
+        f"{n['right']} are mixed and equal the definition, {n['refused']} are refused with a reason, "
+        f"{n['wrong']} are wrong. Decoding through a cache, {n['cached right']} equal the definition, "
+        f"{n['cached refused']} are refused with a reason, {n['cached wrong']} are wrong, and "
+        f"{n['no cached decoding']} do not decode through a cache without mixing either."
+    )
+
+
+def body(results: dict[str, dict[str, Any]]) -> str:
+    """What stands between the marks of the page."""
+    return f"{summary(results)}\n\n<details><summary>All of them</summary>\n\n{table(results)}\n\n</details>"
+
+
+def write(page: Path) -> None:
+    text = page.read_text()
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    page.write_text(f"{before}{BEGIN}\n{body(json.loads(RESULTS.read_text()))}\n{END}{after}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser("check")
+    check.add_argument("results", type=Path)
+    check.add_argument("names", nargs="*")
+    check.add_argument("--parts", default="")
+    check.add_argument("--jobs", type=int, default=1)
+    commands.add_parser("collect").add_argument("results", type=Path, nargs="+")
+    commands.add_parser("write").add_argument("page", type=Path)
+    given = parser.parse_args()
+    if given.command == "check":
+        parts = tuple(part for part in given.parts.split(",") if part)
+        check_all(given.results, parts, given.names, given.jobs)
+    elif given.command == "collect":
+        print(json.dumps(collect(given.results), indent=1))
+    else:
+        write(given.page)
+
+
+if __name__ == "__main__":
+    main()
