@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from .api import cost_report, depthify, explain, restore
     from .config import DepthConfig
     from .errors import DepthifyError
+    from .registry import register_attention_op
     from .report import DepthReport
     from .self_bias import WarmStart, set_self_bias
     from .weights import DepthWeights, depth_weights
@@ -20,6 +21,7 @@ __all__ = [
     "depth_weights",
     "depthify",
     "explain",
+    "register_attention_op",
     "restore",
     "set_self_bias",
 ]
@@ -35,6 +37,7 @@ _HOMES = {
     "depth_weights": "weights",
     "depthify": "api",
     "explain": "api",
+    "register_attention_op": "registry",
     "restore": "api",
     "set_self_bias": "self_bias",
 }

@@ -1,7 +1,8 @@
 """Attention that no finder understood. Finds, never edits.
 
 A layer that is overlooked would be left out without a word. So every softmax over products of activations
-that weighs other activations has to belong to an attention that was found, or that was refused.
+that weighs other activations has to belong to an attention that was found, or that was refused; and so does
+every operation that cannot be looked into and may be attention.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Callable, Iterable
 from torch.fx import Node
 
 from .dataflow import Dataflow, Dependencies
-from .nodes import is_number
-from .ops import Role, has_role
+from .nodes import is_number, is_tensor, same_size, shape_of, value_of
+from .ops import Role, has_role, op_name, op_of, opaque_name
 from .sites import Refusal, Verdict
 
 _ENDS = (Role.PROJECT, Role.ATTENTION, Role.CONTRACT)
@@ -39,7 +40,42 @@ def find_missed(flow: Dataflow, needs: Dependencies, outputs: set[Node]) -> list
                     Verdict.UNSUPPORTED,
                 )
             )
-    return missed
+    return missed + [refusal for node in flow.nodes if (refusal := _opaque(node, needs)) is not None]
+
+
+def _opaque(node: Node, needs: Dependencies) -> Refusal | None:
+    """A refusal if ``node`` is one operation that may compute attention out of sight."""
+    own = op_name(node) or ""
+    if op_of(node) is None and ("attention" in own or "encoder_layer" in own) and "::" not in own:
+        name, remedy = own, "Write the attention with scaled_dot_product_attention"
+    elif (name := opaque_name(node)) is not None:
+        remedy = (
+            f"Name its query, key and value: depthify.register_attention_op({name!r}, q=..., k=..., "
+            "v=..., layout=...), after wrapping it in torch.library.custom_op if it is no operation of "
+            "torch.library; or, if it is no softmax attention, register_attention_op(..., attention=False)"
+        )
+    else:
+        return None
+    operands = [x for x in node.all_input_nodes if is_tensor(x) and needs.activation(x)]
+    named = "attn" in name or "attention" in name or "encoder_layer" in name
+    if not operands or not (named or _like_query_key_value(operands)):
+        return None
+    return Refusal(
+        node, node, f"{name} may be attention, and cannot be looked into", Verdict.UNSUPPORTED, remedy
+    )
+
+
+def _like_query_key_value(operands: list[Node]) -> bool:
+    """Whether three of the operands have the rank and the last size of queries, keys and values."""
+    floats = [x for x in operands if value_of(x).dtype.is_floating_point and len(shape_of(x)) >= 3]
+    return any(
+        sum(
+            len(shape_of(x)) == len(shape_of(y)) and same_size(shape_of(x)[-1], shape_of(y)[-1])
+            for y in floats
+        )
+        >= 3
+        for x in floats
+    )
 
 
 def _first_product(

@@ -182,6 +182,42 @@ _rows(
     "rand|randn|randint|bernoulli|multinomial|normal|rand_like|randn_like|bernoulli_|normal_|uniform_ *sizes",
 )
 
+
+def register_fused(name: str, params: list[str]) -> dict[str, str]:
+    """Add an attention operation; returns its arguments' names as :func:`arguments` gives them."""
+    canonical = {param: _PARAM_NAMES.get(param, param) for param in params}
+    _TABLE[name] = Op(name, Role.ATTENTION, tuple(canonical.values()))
+    _IGNORED.discard(name)
+    return canonical
+
+
+def ignore_op(name: str) -> None:
+    """Leave an opaque operation as it is, whatever it looks like."""
+    _TABLE.pop(name, None)
+    _IGNORED.add(name)
+
+
+_IGNORED: set[str] = set()
+
+
+def opaque_name(node: Node) -> str | None:
+    """The name of an operation that nothing is known of: neither in the table, nor PyTorch's own, nor a
+    function around graphs; None for all others."""
+    if node.op != "call_function" or op_of(node) is not None:
+        return None
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator) and not isinstance(target, torch._ops.OpOverload):
+        named = target.name() if callable(getattr(target, "name", None)) else str(target)
+        return None if any(n.op == "get_attr" for n in node.all_input_nodes) else str(named)
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        name = _target_name(target)
+        return name if name is not None and "::" in name and name not in _IGNORED else None
+    root = (getattr(target, "__module__", None) or "").split(".")[0]
+    if root in ("torch", "_operator", "operator", "builtins", "math", "depthify", "numpy", ""):
+        return None
+    return getattr(target, "__name__", str(target))
+
+
 _OPERATORS = {"truediv": "div", "iadd": "add_", "isub": "sub_", "imul": "mul_", "itruediv": "div_"}
 _IN_PLACE_OPERATORS = frozenset(
     f"i{name}" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()
@@ -297,6 +333,8 @@ def _name_mutates(name: str) -> bool:
 @functools.cache
 def _target_mutates(target: Any) -> tuple[tuple[int, str], ...]:
     """Position and name of the arguments that a function changes in place."""
+    if isinstance(target, torch._ops.OpOverloadPacket) and len(target.overloads()) == 1:
+        target = getattr(target, target.overloads()[0])
     if isinstance(target, torch._ops.OpOverload):
         return tuple(
             (i, argument.name)
