@@ -36,6 +36,7 @@ def depthify(
     regions: str = "auto",
     blocks: Sequence[nn.Module] | None = None,
     self_bias: float | Callable[[int], float] | None = None,
+    where: str | None = None,
 ) -> Model:
     """Let every layer's query attend over the keys of a few earlier layers and mix their values into its own.
 
@@ -63,6 +64,9 @@ def depthify(
         self_bias: a warm start for pretrained weights: this number, or what a schedule gives for step 0, is
             added to every layer's own depth score. ``float("inf")`` computes exactly the vanilla model, None
             or 0 the paper's. :func:`depthify.set_self_bias` changes it between steps.
+        where: the path of the stack to mix, such as "model.decoder", in a model with several. Every stack is
+            a depth of its own. None: the text decoder of a transformers model that has one; else all that is
+            causal self-attention, stack by stack.
 
     Raises:
         OptionError: an argument is not allowed, or the model is compiled or mixed already.
@@ -82,6 +86,7 @@ def depthify(
             regions=(regions, "auto"),
             blocks=(blocks, None),
             self_bias=(self_bias, None),
+            where=(where, None),
         )
         return rewrite(model, config)  # type: ignore[return-value]
     if not isinstance(model, nn.Module):
@@ -100,7 +105,7 @@ def depthify(
     bias = checked(self_bias, None)
     from .module import attach
 
-    return attach(model, config, compile_options, regions, blocks, bias or None)  # type: ignore[return-value]
+    return attach(model, config, compile_options, regions, blocks, bias or None, where)  # type: ignore[return-value]
 
 
 def restore(model: Model) -> Model:
@@ -112,17 +117,18 @@ def restore(model: Model) -> Model:
     return detach(model)  # type: ignore[return-value]
 
 
-def explain(model: nn.Module, *args: Any, **kwargs: Any) -> DepthReport:
+def explain(model: nn.Module, *args: Any, where: str | None = None, **kwargs: Any) -> DepthReport:
     """Capture ``model(*args, **kwargs)`` and report what would be mixed; nothing is changed and no layer is
     run.
 
-    Without arguments, on a mixed model that has run: the report of its last capture.
+    Without arguments, on a mixed model that has run: the report of its last capture. ``where`` names a stack,
+    as in :func:`depthify`.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"model={type(model).__name__}: explain takes an nn.Module")
     from .dry_run import dry_run
 
-    return dry_run(model, args, kwargs)
+    return dry_run(model, args, kwargs, where)
 
 
 def cost_report(

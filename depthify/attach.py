@@ -52,19 +52,24 @@ def _ancestors(path: str) -> Iterator[str]:
 
 
 def find_owner(
-    model: nn.Module, blocks: Sequence[nn.Module] | None = None
+    model: nn.Module, blocks: Sequence[nn.Module] | None = None, where: str | None = None
 ) -> tuple[str, nn.Module, list[nn.Module]]:
     """The module to attach to, its path, and its blocks (empty where several lists make that unclear).
 
     Args:
         blocks: the decoder blocks, where the caller names them.
+        where: path of the stack, where the model has several.
 
     Raises:
-        OptionError: a named block is no part of the model, or no module around them has a forward.
+        OptionError: a named block or path is no part of the model, or no module around them has a forward.
     """
+    if blocks is not None and where is not None:
+        raise OptionError(f"where={where!r} and blocks=[...]: either names the stack; give one of them")
     if blocks is not None:
         return _owner_of(model, blocks)
-    lists = block_lists(model)
+    lists = block_lists(model) if where is None else _lists_at(model, where)
+    if where is not None and len(lists) > 1:
+        return where, model.get_submodule(where), []
     if len(lists) > 1:
         decoder = _decoder_of(model)
         if decoder is not None:
@@ -78,6 +83,25 @@ def find_owner(
             ancestor = _around_loops(model, huggingface.recording_owner(model, ancestor))
             return ancestor, model.get_submodule(ancestor), list(blocks.children())
     raise OptionError(f"model: no module around {path!r} of {type(model).__name__} has a forward")
+
+
+def _lists_at(model: nn.Module, where: str) -> list[tuple[str, nn.Module]]:
+    """The containers of blocks at or below the path ``where``; several only in a module with a forward."""
+    try:
+        module = model.get_submodule(where) if isinstance(where, str) else None
+    except AttributeError:
+        module = None
+    if module is not None and _repeats(module):
+        return [(where, module)]
+    found = [(f"{where}.{path}", inner) for path, inner in block_lists(module)] if module is not None else []
+    if found and (len(found) == 1 or _runs(module)):
+        return found if where else block_lists(model)
+    wrong = "no such module" if module is None else f"{len(found)} lists of decoder blocks in it"
+    known = ", ".join(repr(path) for path, _ in found or block_lists(model)) or "none"
+    raise OptionError(
+        f"where={where!r}: {wrong}. where must be the path of a module of {type(model).__name__} that holds "
+        f"one stack of decoder blocks, or of the list of blocks itself; lists of blocks are: {known}"
+    )
 
 
 def _around_loops(model: nn.Module, path: str) -> str:

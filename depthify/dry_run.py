@@ -18,8 +18,14 @@ from .report import DepthReport
 _OPTIONS = {"backend": "eager", "mode": None, "options": None, "dynamic": None}
 
 
-def dry_run(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> DepthReport:
-    """See :func:`depthify.explain`."""
+def dry_run(
+    model: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    where: str | None = None,
+    config: DepthConfig | None = None,
+) -> DepthReport:
+    """See :func:`depthify.explain`; ``config`` instead of the model's own."""
     attached = attached_modules(model)
     if not args and not kwargs:
         if not attached or attached[0]._depthify.report is None:
@@ -28,10 +34,11 @@ def dry_run(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> DepthRepor
             )
         return attached[0]._depthify.report
     if attached:
-        owner, config = attached[0], attached[0]._depthify.config
+        owner = attached[0] if where is None else find_owner(model, where=where)[1]
+        config = config or attached[0]._depthify.config
     else:
-        owner = find_owner(model)[1]
-        config = huggingface.read_config(model) or DepthConfig()
+        owner = find_owner(model, where=where)[1]
+        config = config or huggingface.read_config(model) or DepthConfig()
         huggingface.prepare(model)
     state = State(type(owner).__qualname__, config, _OPTIONS)
     reports: list[DepthReport] = []

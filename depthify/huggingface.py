@@ -70,7 +70,10 @@ def clear_config(model: nn.Module) -> None:
 
 def prepare(model: nn.Module) -> None:
     """Let transformers install its output-capturing hooks now: later it would do so under a lock, in the
-    trace."""
+    trace.
+
+    Not around a part that has run, and so has its hooks: it would get each of them twice.
+    """
     found = pretrained(model)
     if found is None:
         return
@@ -78,5 +81,6 @@ def prepare(model: nn.Module) -> None:
     install = getattr(capturing, "maybe_install_capturing_hooks", None)
     if install is not None:
         for module in found.modules():
-            if isinstance(module, sys.modules["transformers"].PreTrainedModel):
+            has = any(getattr(part, "_output_capturing_hooks_installed", False) for part in module.modules())
+            if isinstance(module, sys.modules["transformers"].PreTrainedModel) and not has:
                 install(module)

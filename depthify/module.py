@@ -244,11 +244,12 @@ def attach(
     regions: str = "auto",
     blocks: Sequence[nn.Module] | None = None,
     self_bias: float | None = None,
+    where: str | None = None,
 ) -> nn.Module:
     """Attach to the module of ``model`` that runs all decoder blocks, and to the blocks; returns
     ``model``."""
     _check_attachable(model)
-    path, owner, found = find_owner(model, blocks)
+    path, owner, found = find_owner(model, blocks, where)
     name = type(owner).__qualname__ + (f" at {path!r}" if path else "")
     chosen = regions
     if regions == "auto":
