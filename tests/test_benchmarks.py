@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,11 +49,29 @@ def test_pass_time(tmp_path: Path) -> None:
 
 
 def test_h200_rehearsal(tmp_path: Path) -> None:
-    sizes = ("--lengths", "8,12", "--batches", "1,2", "--train", "2x8", "--minutes", "3")
+    sizes = ("--lengths", "8,12", "--batches", "1,2", "--train", "2x8", "--minutes", "60")
     text = run("h200.py", *TINY, *sizes, "--out", str(tmp_path))
     rows = results(tmp_path / "h200.json")
     assert len(rows) == 6 and "left out" not in text
     assert len((tmp_path / "h200.csv").read_text().splitlines()) == 7
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "h200.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_h200_fits_its_time() -> None:
+    """By the shapes: what is planned for paper-3b takes less than the eight minutes of one loan."""
+    text = run("h200.py", "--plan", "--device", "cpu", "--dtype", "bfloat16", "--minutes", "7.5")
+    layers, compiling, measuring = map(
+        int, re.search(r"(\d+) of 48 layers.* (\d+) s compiling, (\d+) s measuring", text).groups()
+    )
+    assert layers >= 24 and compiling + measuring <= 7.5 * 60
+    assert text.count("s measuring") == 1 + 8
+
+
+def test_beside_the_baselines(tmp_path: Path) -> None:
+    run("beside.py", "train", "--length", "8", "--json", str(tmp_path / "out.json"), *TINY)
+    rows = results(tmp_path / "out.json")
+    assert len(rows) == 5 and [row["parameters"] == 0 for row in rows] == [True] + [False] * 4
 
 
 def test_kernel_table_says_what_it_needs() -> None:

@@ -5,9 +5,10 @@
                                                          # a rehearsal
 
 Shape paper-3b (48 layers, bfloat16, random weights), compiled with Inductor, one graph each; decode with CUDA
-graphs (mode "reduce-overhead"). A short trial tells how long a layer takes to compile; if 48 layers would not
-fit the time (--minutes), fewer are taken, with the stride shortened alike, and every row says how many.
-What does not fit any more is left out, and said so.
+graphs (mode "reduce-overhead"). A short trial tells how long a layer takes to compile, and the shapes tell
+how long the calls take; if 48 layers would not fit the time (--minutes), fewer are taken, with the stride
+shortened alike, and every row says how many. What does not fit any more is left out, and said so. --plan
+prints what would be run, and runs nothing.
 """
 
 from __future__ import annotations
@@ -40,6 +41,13 @@ BOUNDS = {"train": 1.01, "prefill 131072": 1.005, "decode": 1.01}
 """What the project promises for paper-3b, by the beginning of a row's name."""
 
 
+SPEED = 3e14
+"""FLOP/s that the calls are expected to reach in bfloat16: a third of an H200's peak."""
+
+PER_LAYER = 1.5
+"""Seconds to compile a layer, both variants together, that --plan assumes; a run measures its own."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One row: a scenario, its size, and how it is compiled."""
@@ -55,10 +63,21 @@ class Case:
     cost: float
     """Time to compile, in units of a prefill."""
 
+    def seconds(self, layers: int) -> float:
+        """Expected time of all its calls, from the shapes; at most :attr:`Setting.seconds` where rounds can
+        be left out."""
+        shape = self.setting.shape
+        new = self.batch if self.scenario is decode else self.batch * self.length
+        weights = shape.width * (2 * shape.query_heads + 2 * shape.kv_heads) * shape.key_size
+        weights = layers * (weights + 3 * shape.width * shape.ff) + shape.width * shape.vocabulary
+        scores = 2 * layers * new * self.length * shape.query_heads * shape.key_size
+        once = (2 * weights * new + scores) * (3 if self.scenario is training else 1) / SPEED
+        return max(min(self.setting.seconds, 2 * self.setting.rounds * max(once, 0.02)), 6 * once) + 5 * once
+
 
 def cases(chosen: Setting, lengths: list[int], batches: list[int], train: tuple[int, int]) -> list[Case]:
     """In the order of their weight: what comes last is left out first."""
-    chosen = replace(chosen, seconds=20.0)
+    chosen = replace(chosen, seconds=12.0)
     varying = replace(chosen, dynamic=True)
     graphs = varying if chosen.device != "cuda" else replace(varying, mode="reduce-overhead")
     eager = replace(chosen, backend="eager")
@@ -91,15 +110,30 @@ def trial(chosen: Setting, length: int) -> float:
     return max(0.05, (seconds[1] - seconds[0]) / 2)
 
 
-def fitting(chosen: Setting, per_layer: float, units: float, seconds: float) -> Setting:
-    """The most layers whose compilation takes no more than about two thirds of the time."""
-    whole, stride = chosen.shape.layers, chosen.stride
-    layers = whole
-    while layers > 4 and layers * per_layer * units > seconds * 2 / 3:
+@dataclass(frozen=True)
+class Plan:
+    """What is run, and how long it is expected to take."""
+
+    chosen: Setting
+    cases: list[Case]
+    compiling: float
+    measuring: float
+
+
+def plan(
+    wanted: Setting, per_layer: float, seconds: float, few: bool, sizes: tuple[list[int], list[int], Any]
+) -> Plan:
+    """The most layers for which everything fits into ``seconds``; all of them unless ``few``."""
+    layers = wanted.shape.layers
+    while True:
+        stride = max(1, wanted.stride * layers // wanted.shape.layers)
+        chosen = replace(wanted, shape=replace(wanted.shape, layers=layers), stride=stride)
+        found = cases(chosen, *sizes)
+        compiling = per_layer * layers * sum({case.group: case.cost for case in found}.values())
+        measuring = sum(case.seconds(layers) for case in found)
+        if not few or layers <= 4 or compiling + measuring <= seconds:
+            return Plan(chosen, found, compiling, measuring)
         layers -= 4
-    return replace(
-        chosen, shape=replace(chosen.shape, layers=layers), stride=max(1, stride * layers // whole)
-    )
 
 
 def write(folder: Path, chosen: Setting, results: list[Comparison]) -> None:
@@ -147,38 +181,47 @@ def main() -> None:
     arguments.add_argument("--batches", default="1,8,64", help="of decode")
     arguments.add_argument("--train", default="4x2048", help="batch and length of the training step")
     arguments.add_argument("--out", type=Path, default=Path("h200"))
+    arguments.add_argument("--plan", action="store_true", help="print what would be run, and stop")
     given = arguments.parse_args()
     began = time.monotonic()
     wanted = setting(given)
     lengths, batches = ([int(n) for n in text.split(",")] for text in (given.lengths, given.batches))
     batch, length = (int(n) for n in given.train.split("x"))
     announce(wanted)
-    per_layer = trial(wanted, min(lengths))
-    units = sum({case.group: case.cost for case in cases(wanted, lengths, batches, (batch, length))}.values())
+    per_layer = PER_LAYER if given.plan else trial(wanted, min(lengths))
     left = given.minutes * 60 - (time.monotonic() - began)
-    chosen = wanted if given.layers else fitting(wanted, per_layer, units, left)
+    planned = plan(wanted, per_layer, left, not given.layers, (lengths, batches, (batch, length)))
+    chosen = planned.chosen
     layers = f"{chosen.shape.layers} of {wanted.shape.layers} layers"
-    print(f"{per_layer:.2f} s to compile a layer; {layers}, stride {chosen.stride}", flush=True)
+    print(
+        f"{layers}, stride {chosen.stride}; {per_layer:.2f} s to compile a layer; expected: "
+        f"{planned.compiling:.0f} s compiling, {planned.measuring:.0f} s measuring",
+        flush=True,
+    )
+    if given.plan:
+        for case in planned.cases:
+            print(f"{case.name:24} {case.seconds(chosen.shape.layers):6.1f} s measuring")
+        return
     model = decoder(chosen.shape, chosen.device, chosen.dtype, max(lengths))
     results: list[Comparison] = []
-    group, slowest = "", 0.0
+    group = ""
     calls_of: Scenario | None = None
-    for case in cases(chosen, lengths, batches, (batch, length)):
-        expected = 1.5 * case.cost * per_layer * chosen.shape.layers if case.group != group else slowest
+    for case in planned.cases:
+        expected = case.seconds(chosen.shape.layers)
+        if case.group != group:
+            expected += case.cost * per_layer * chosen.shape.layers
         if time.monotonic() - began + expected > given.minutes * 60:
             print(f"{case.name}: left out, no time", flush=True)
             continue
-        started = time.monotonic()
         if case.group != group:
             torch._dynamo.reset()
             gc.collect()
-            group, slowest, calls_of = case.group, 0.0, case.scenario(model, case.setting)
+            group, calls_of = case.group, case.scenario(model, case.setting)
         try:
             results.append(compare(case.name, calls_of(case.batch, case.length), case.setting, note=layers))
         except torch.OutOfMemoryError as error:
             failed(case.name, error)
             continue
-        slowest = max(slowest, time.monotonic() - started)
         print(f"{verdict(results[-1])}{results[-1]}   [{time.monotonic() - began:.0f} s]", flush=True)
         write(given.out, chosen, results)
         model.zero_grad(set_to_none=True)
