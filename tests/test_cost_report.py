@@ -47,10 +47,10 @@ def test_a_config_takes_less_than_a_second() -> None:
         name="huge", layers=400, width=32768, query_heads=256, kv_heads=16, key_size=128, value_size=128,
         ff=131072, vocabulary=300000, rotated=128,
     )  # fmt: skip
-    start = time.perf_counter()
+    start = time.process_time()
     report = cost_report(shape, 7, recent_window=3, batch_size=64, seq_len=1 << 20)
     text = str(report)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert "huge: 400 layers, stride 7, recent window 3; batch 64, 1048576 new tokens" in text
 
 

@@ -83,8 +83,14 @@ def _guarded(part: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
         }
     except NotDefined as error:
         return {"status": "not defined", "reason": _text(error)}
+    except NotRun as error:
+        return {"status": "not built", "reason": _text(error)}
     except Exception as error:
         return {"status": "error", "reason": f"{type(error).__name__}: {_text(error)}"}
+
+
+class NotRun(Exception):
+    """The vanilla model does not run on token ids alone."""
 
 
 class NotDefined(Exception):
@@ -138,18 +144,18 @@ def _full(name: str, attention: str) -> dict[str, Any]:
 def _prepared(name: str, attention: str) -> tuple[nn.Module, Tensor, dict[str, Any], Tensor, Any]:
     """A model in exact float64, its inputs, vanilla logits, and the backend to run it with; in float32 if
     the model insists on that somewhere."""
-    ids = zoo.tokens(LENGTH)
-    try:
-        model = zoo.tiny_model(name, zoo.depths(name)[0], torch.float64, attention)
-        options = _options(model, name, torch.float64)
-        with torch.no_grad():
-            return model, ids, options, model(ids, **options).logits, exact_backend
-    except RuntimeError:
-        torch.set_default_dtype(torch.float32)
-        model = zoo.tiny_model(name, zoo.depths(name)[0], torch.float32, attention)
-        options = _options(model, name, torch.float32)
-        with torch.no_grad():
-            return model, ids, options, model(ids, **options).logits, "eager"
+    for dtype, backend in ((torch.float64, exact_backend), (torch.float32, "eager")):
+        torch.set_default_dtype(dtype)
+        model = zoo.tiny_model(name, zoo.depths(name)[0], dtype, attention)
+        ids, options = zoo.tokens(LENGTH), _options(model, name, dtype)
+        try:
+            with torch.no_grad():
+                return model, ids, options, model(ids, **options).logits, backend
+        except RuntimeError as error:
+            failure = error
+        except ValueError as error:
+            raise NotRun(str(error)) from error
+    raise failure
 
 
 def _expected(model: nn.Module, name: str, ids: Tensor, options: dict[str, Any]) -> tuple[Tensor, list[Seen]]:
@@ -254,7 +260,8 @@ def _cached(name: str, attention: str, static: bool = False) -> dict[str, Any]:
     if own > 1e-4:
         return {"status": "not in vanilla", "vanilla": own}
     difference = relative(logits, expected)
-    fine = difference < _bound(model, logits)
+    # Where the model keeps states in float32, its own cached decoding is no closer to its full forward.
+    fine = difference < max(_bound(model, logits), 2 * own)
     return {"status": "ok" if fine else "WRONG", "difference": difference, "vanilla": own}
 
 
