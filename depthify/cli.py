@@ -43,8 +43,10 @@ def _parser() -> argparse.ArgumentParser:
         from .cli_report import add_report_command  # type: ignore[import-not-found]
 
         add_report_command(commands)
+    from .cli_inspect import add_inspect_command
     from .cli_weights import add_weights_command
 
+    add_inspect_command(commands)
     add_weights_command(commands)
     return parser
 

@@ -24,8 +24,14 @@ def dry_run(
     kwargs: dict[str, Any],
     where: str | None = None,
     config: DepthConfig | None = None,
+    refused: bool = False,
 ) -> DepthReport:
-    """See :func:`depthify.explain`; ``config`` instead of the model's own."""
+    """See :func:`depthify.explain`.
+
+    Args:
+        config: instead of the model's own.
+        refused: report on a model that cannot be mixed as well, instead of raising.
+    """
     attached = attached_modules(model)
     if not args and not kwargs:
         if not attached or attached[0]._depthify.report is None:
@@ -48,7 +54,7 @@ def dry_run(
         try:
             model(*args, **kwargs)
         except DepthifyError as error:
-            if not reports:
+            if not reports or (reports[0].problem and not refused):
                 raise
             raise _AfterReport from error
         finally:

@@ -21,9 +21,9 @@ from torch.fx import Graph, Node
 from . import huggingface
 from .attach import find_owner
 from .config import DepthConfig
-from .errors import NotMixedError, OptionError
+from .errors import NotMixedError, OptionError, UnsupportedModelError
 from .regions import BlockState, Regions
-from .report import DepthReport, report_of
+from .report import DepthReport, refused_report, report_of
 from .self_bias import Biased, device_of
 from .torch_internals import compile_keywords, hides_from_dynamo, own_code
 
@@ -96,10 +96,15 @@ class State(Biased):
 
     def rewrite(self, graph: Graph, start: Node | None, bodies: Bodies, bias: Node | None) -> None:
         """Called at the end mark, while Dynamo traces."""
-        from .passes import mix_graph, plan
+        from .passes import find, mix_graph, order_layers
 
         if self.on_report is not None:
-            self.on_report(report_of(*plan(graph, self.config, start, bodies)))
+            findings = find(graph, start, bodies)
+            try:
+                self.on_report(report_of(findings, order_layers(findings, self.config)))
+            except UnsupportedModelError as error:
+                self.on_report(refused_report(findings, self.config, str(error)))
+                raise
             raise NotMixedError("dry run: the capture ends here")
         result = mix_graph(graph, self.config, start, bodies, bias)
         if self.on_mixed is not None:

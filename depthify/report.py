@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .config import DepthConfig
     from .passes import Findings, Stack
     from .passes.sites import AttentionSite, Refusal
 
@@ -42,6 +43,14 @@ class RefusalReport:
     unsupported: bool
     """True: mixing the model would be wrong. False: it is left out, rightly."""
 
+    node: str = ""
+    """The node at which the search ended: the nearest miss."""
+
+    source: str = ""
+    """The line of code that made it: ``file.py:12: code``; empty where that is not known."""
+
+    remedy: str = ""
+
 
 @dataclass(frozen=True)
 class DepthReport:
@@ -55,6 +64,8 @@ class DepthReport:
 
     refusals: tuple[RefusalReport, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    problem: str = ""
+    """Why the model cannot be mixed; empty if it can. The layers have no sources then."""
 
     @property
     def mixed(self) -> int:
@@ -91,6 +102,8 @@ class DepthReport:
             kind = "cannot be mixed" if refusal.unsupported else "left out"
             lines.append(f"{kind}: {refusal.module}: {refusal.reason} ({refusal.ended_at})")
         lines += [f"note: {note}" for note in self.notes]
+        if self.problem:
+            lines.append(f"not mixed: {self.problem}")
         return "\n".join(lines)
 
 
@@ -108,8 +121,15 @@ def report_of(findings: Findings, stacks: list[Stack]) -> DepthReport:
     return DepthReport(config.stride, config.recent_window, layers, scored, refusals, notes)
 
 
+def refused_report(findings: Findings, config: DepthConfig, problem: str) -> DepthReport:
+    """Describe a graph that cannot be mixed: what was found, without sources."""
+    layers = tuple(layer_report(depth, 0, (), site) for depth, site in enumerate(findings.sites))
+    refusals = tuple(_refusal(r) for r in findings.refusals)
+    return DepthReport(config.stride, config.recent_window, layers, "", refusals, (), problem)
+
+
 def _refusal(refusal: Refusal) -> RefusalReport:
-    from .passes.nodes import describe, module_path
+    from .passes.nodes import describe, module_path, source_line
     from .passes.sites import Verdict
 
     return RefusalReport(
@@ -117,6 +137,9 @@ def _refusal(refusal: Refusal) -> RefusalReport:
         refusal.reason,
         describe(refusal.node),
         refusal.verdict is Verdict.UNSUPPORTED,
+        refusal.node.name,
+        source_line(refusal.node) or source_line(refusal.attention),
+        refusal.remedy,
     )
 
 

@@ -28,12 +28,17 @@ class Result:
     """Sources and mixed layers by depth, one dictionary per stack."""
 
 
+def find(graph: Graph, start: Node | None = None, bodies: Bodies | None = None) -> Findings:
+    """Find all attention after ``start``; changes nothing that is computed."""
+    expand(graph, start, bodies)
+    return find_sites(graph, start, bodies)
+
+
 def plan(
     graph: Graph, config: DepthConfig, start: Node | None = None, bodies: Bodies | None = None
 ) -> tuple[Findings, list[Stack]]:
     """Find and order the layers after ``start``; changes nothing that is computed."""
-    expand(graph, start, bodies)
-    findings = find_sites(graph, start, bodies)
+    findings = find(graph, start, bodies)
     return findings, order_layers(findings, config)
 
 
