@@ -133,6 +133,8 @@ def read_text(folders: list[Path], megabytes: float) -> Text:
                 seen.add(content)
                 parts[key[0] % HELD_OUT == 0].append(data)
                 left -= len(data)
+    if not all(parts):
+        raise ValueError(f"megabytes={megabytes}: too little text to hold some out; allow more, or give more")
     joined = [b"\0".join(part) for part in parts]
     train, held_out = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in joined)
     digest = hashlib.sha256(b"\0\0".join(joined)).hexdigest()[:16]

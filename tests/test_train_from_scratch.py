@@ -60,6 +60,11 @@ def test_python_itself_is_enough_text() -> None:
     assert first.digest == again.digest and 300_000 <= len(first.train) + len(first.held_out) < 900_000
 
 
+def test_too_little_text_is_refused(sources: Path) -> None:
+    with pytest.raises(ValueError, match="megabytes=1e-06"):
+        script.read_text([sources], 1e-6)
+
+
 @pytest.mark.parametrize("method", ["vanilla", "depth, stride 1", "mHC"])
 def test_a_run_goes_on_as_if_it_had_not_stopped(method: str, text: object, tmp_path: Path) -> None:
     build = script.methods(2)[method]
