@@ -1,7 +1,7 @@
 """Attention that no finder understood. Finds, never edits.
 
-A layer that is overlooked would be left out without a word. So every softmax over products of activations
-that weighs other activations has to belong to an attention that was found, or that was refused; and so does
+A layer that is overlooked would be left out without a word. So every softmax, or exponential, of products of
+activations that weighs other activations has to belong to an attention that was found, or that was refused; and so does
 every operation that cannot be looked into and may be attention.
 """
 
@@ -23,7 +23,7 @@ def find_missed(flow: Dataflow, needs: Dependencies, outputs: set[Node]) -> list
     """A refusal for every attention but those that end in ``outputs``."""
     missed = []
     for node in flow.nodes:
-        if not has_role(node, Role.SOFTMAX) or not needs.activation(node):
+        if not has_role(node, Role.SOFTMAX, Role.EXP) or not needs.activation(node):
             continue
         product = _first_product(flow.reads(node), flow.reads, flow, needs)
         if product is None:
@@ -35,8 +35,8 @@ def find_missed(flow: Dataflow, needs: Dependencies, outputs: set[Node]) -> list
                 Refusal(
                     ends[0],
                     node,
-                    "a softmax over products of activations weighs other activations, in a way that is not "
-                    "understood",
+                    f"{'a softmax over' if has_role(node, Role.SOFTMAX) else 'an exponential of'} products of "
+                    "activations weighs other activations, in a way that is not understood",
                     Verdict.UNSUPPORTED,
                 )
             )

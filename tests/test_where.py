@@ -8,7 +8,7 @@ import pytest
 import styles
 import torch
 from definition import relative
-from eager_definition import by_definition
+from eager_definition import by_definition, exact_backend
 from torch import Tensor, nn
 
 from depthify import depthify, explain
@@ -63,11 +63,11 @@ def test_only_the_text_decoder_is_mixed(build: Any, stack: str) -> None:
     torch.manual_seed(0)
     model, inputs = build()
     options = {name: x for name, x in inputs.items() if name != "input_ids"}
-    expected, seen = by_definition(model, inputs["input_ids"], 2, stack=stack, **options)
+    expected, seen = by_definition(model, inputs["input_ids"], 2, stack=stack, exact=True, **options)
     assert [x.mixed for x in seen].count(True) == 4
     with torch.no_grad():
         vanilla = model(**inputs, use_cache=False).logits
-        depthify(model, 2, budget=float("inf"), where=stack)
+        depthify(model, 2, budget=float("inf"), where=stack, backend=exact_backend)
         logits = model(**inputs, use_cache=False).logits
     assert len(explain(model).layers) == 4
     assert relative(logits, expected) < 1e-10
