@@ -1,8 +1,8 @@
 """Attention that no finder understood. Finds, never edits.
 
 A layer that is overlooked would be left out without a word. So every softmax, or exponential, of products of
-activations that weighs other activations has to belong to an attention that was found, or that was refused; and so does
-every operation that cannot be looked into and may be attention.
+activations that weighs other activations has to belong to an attention that was found, or that was refused;
+and so does every operation that cannot be looked into and may be attention.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ def find_missed(flow: Dataflow, needs: Dependencies, outputs: set[Node]) -> list
         ends = [_first_product([user], lambda n: n.users, flow, needs) for user in node.users]
         ends = [end for end in ends if end is not None]
         if ends and not any(end in outputs for end in ends):
+            what = "a softmax over" if has_role(node, Role.SOFTMAX) else "an exponential of"
             missed.append(
                 Refusal(
                     ends[0],
                     node,
-                    f"{'a softmax over' if has_role(node, Role.SOFTMAX) else 'an exponential of'} products of "
-                    "activations weighs other activations, in a way that is not understood",
+                    f"{what} products of activations weighs other activations, in a way that is not "
+                    "understood",
                     Verdict.UNSUPPORTED,
                 )
             )

@@ -75,7 +75,7 @@ class ExpOverQueries(LookAlike):
 
 
 class OneMore(LookAlike):
-    """Softmax attention that may attend to nothing: its spelling is not known, so it must not go unnoticed."""
+    """Softmax attention that may attend to nothing: not known in this spelling, and not to go unnoticed."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
         weights = (q @ k.transpose(-2, -1)).masked_fill(later(q.shape[2]), -1e9).exp()
