@@ -187,3 +187,51 @@ def test_the_flag_counts_not_the_registration() -> None:
 def test_what_is_wrong_is_said_at_once(op: object, options: dict, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         register_attention_op(op, **options)
+
+
+@torch.library.custom_op("standin::packed_attn", mutates_args=())
+def packed_attn(qkv: Tensor) -> Tensor:
+    """Query, key and value in one tensor, as flash-attn's qkvpacked functions take them."""
+    return qkv[..., : styles.WIDTH].clone()
+
+
+@packed_attn.register_fake
+def _(qkv):  # noqa: ANN001, ANN202
+    return qkv.new_empty(*qkv.shape[:-1], styles.WIDTH)
+
+
+class PackedProjection(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(styles.WIDTH, 3 * styles.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return packed_attn(self.qkv(x))
+
+
+class LearnedExtraKeys(nn.Module):
+    """An option of ``nn.MultiheadAttention`` that is not written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(styles.WIDTH, styles.HEADS, add_bias_kv=True, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return self.attention(x, x, x, attn_mask=hidden, need_weights=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        (PackedProjection, "standin::packed_attn may be attention, and cannot be looked into"),
+        (LearnedExtraKeys, "multi_head_attention_forward may be attention.*scaled_dot_product_attention"),
+    ],
+)
+def test_attention_that_cannot_be_looked_into_does_not_go_unnoticed_beside_another(
+    attention: Callable[[], nn.Module], message: str
+) -> None:
+    kinds = iter((styles.FusedSplit, styles.FusedSplit, attention, styles.FusedSplit))
+    model = styles.decoder(lambda: styles.Decoder(lambda: next(kinds)(), learned_positions=True))
+    with pytest.raises(UnsupportedModelError, match=message), torch.no_grad():
+        explain(model, styles.tokens())

@@ -35,7 +35,7 @@ STYLES: dict[str, Callable[[], nn.Module]] = {
 CROSS = {"decoder over a memory": styles.LAYERS}
 
 
-@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("style", STYLES)
 def test_logits_equal_the_definition(style: str, stride: int) -> None:
     if style == "einsums":
@@ -78,7 +78,13 @@ def _decode(model: nn.Module, ids: Tensor, chunks: list[int], as_number: bool) -
     return torch.cat(logits, 1)
 
 
-@pytest.mark.parametrize("chunks", [[1] * 9, [4, 1, 3, 1]], ids=["token by token", "chunks"])
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        pytest.param([1] * 9, id="token by token", marks=pytest.mark.slow),
+        pytest.param([4, 1, 3, 1], id="chunks"),
+    ],
+)
 @pytest.mark.parametrize("style", ["interleaved groups", "slot cache", "larger cache"])
 def test_cached_decoding_equals_the_full_forward(style: str, chunks: list[int]) -> None:
     model = styles.decoder(STYLES[style])
