@@ -96,10 +96,15 @@ def _clean(path: str) -> str:
     return re.sub(r"^(self|module|args\.\d+|fn)(\.|$)", "", path)
 
 
+_OWN = ("depthify/module.py", "depthify/marks.py")
+"""Frames that every capture goes through. What PyTorch's own modules do has no others."""
+
+
 def source_line(node: Node) -> str:
     """The user's line of code that made ``node``, as ``file.py:12 `code` ``; empty when unknown."""
     trace = node.meta.get("stack_trace") or ""
     found = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', trace)
+    found = [frame for frame in found if not frame[0].endswith(_OWN)]
     if not found:
         return ""
     file, line, code = found[-1]
