@@ -303,10 +303,14 @@ class LargerCacheDecoder(Decoder):
 
 
 class Einsums(nn.Module):
-    """Products by einsum, heads by rearranging, one key and value for all heads, a learned temperature."""
+    """Products by einsum, heads by rearranging, one key and value for all heads, a learned temperature.
 
-    def __init__(self) -> None:
+    ``rearranged``: the heads are split and merged by einops.
+    """
+
+    def __init__(self, rearranged: bool = False) -> None:
         super().__init__()
+        self.rearranged = rearranged
         self.q = nn.Linear(WIDTH, HEADS * SIZE, bias=False)
         self.kv = nn.Linear(WIDTH, 2 * SIZE, bias=False)
         self.out = nn.Linear(HEADS * SIZE, WIDTH, bias=False)
@@ -314,10 +318,8 @@ class Einsums(nn.Module):
         self.bias = nn.Parameter(torch.randn(HEADS, 2 * LONGEST))
 
     def forward(self, x: Tensor) -> Tensor:
-        from einops import rearrange
-
         length = x.shape[1]
-        q = rearrange(self.q(x), "b t (h d) -> b h t d", h=HEADS)
+        q = self.split(self.q(x))
         k, v = self.kv(x).chunk(2, dim=-1)
         here = torch.arange(length)
         bias = self.bias[:, here[None, :] - here[:, None] + LONGEST]
@@ -325,7 +327,21 @@ class Einsums(nn.Module):
         scores = scores * self.temperature.exp() + bias
         scores = scores.masked_fill(here[None, :] > here[:, None], -torch.finfo(scores.dtype).max)
         y = torch.einsum("b h i j, b j d -> b h i d", scores.softmax(dim=-1), v)
-        return self.out(rearrange(y, "b h t d -> b t (h d)"))
+        return self.out(self.merge(y))
+
+    def split(self, x: Tensor) -> Tensor:
+        if not self.rearranged:
+            return x.unflatten(-1, (HEADS, SIZE)).movedim(-2, 1)
+        from einops import rearrange
+
+        return rearrange(x, "b t (h d) -> b h t d", h=HEADS)
+
+    def merge(self, x: Tensor) -> Tensor:
+        if not self.rearranged:
+            return x.movedim(1, -2).flatten(-2)
+        from einops import rearrange
+
+        return rearrange(x, "b h t d -> b t (h d)")
 
 
 class TorchAttention(nn.Module):

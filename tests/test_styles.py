@@ -25,6 +25,7 @@ STYLES: dict[str, Callable[[], nn.Module]] = {
     "slot cache": styles.SlotCachedDecoder,
     "larger cache": styles.LargerCacheDecoder,
     "einsums": lambda: styles.Decoder(styles.Einsums),
+    "einsums and einops": lambda: styles.Decoder(lambda: styles.Einsums(rearranged=True)),
     "module of torch": lambda: styles.Decoder(styles.TorchAttention),
     "module of torch, weights returned": lambda: styles.Decoder(lambda: styles.TorchAttention(weights=True)),
     "encoder with a causal mask": styles.TorchDecoder,
@@ -38,7 +39,7 @@ CROSS = {"decoder over a memory": styles.LAYERS}
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("style", STYLES)
 def test_logits_equal_the_definition(style: str, stride: int) -> None:
-    if style == "einsums":
+    if style == "einsums and einops":
         pytest.importorskip("einops")
     model = styles.decoder(STYLES[style])
     ids = styles.tokens()
