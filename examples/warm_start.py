@@ -191,8 +191,8 @@ def tune(
 def plot(results: Results, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(11 if results.runs else 6, 4.2), layout="constrained")
+    left, *right = figure.subplots(1, 2 if results.runs else 1, squeeze=False)[0]
     vanilla, *points = results.points
     points = [p for p in points if p.self_bias < math.inf]
     left.plot([p.self_bias for p in points], [p.perplexity for p in points], marker="o", ms=4)
@@ -200,14 +200,13 @@ def plot(results: Results, path: Path) -> None:
     left.set_xscale("symlog", linthresh=1)
     left.invert_xaxis()
     left.set(xlabel="self_bias (falling to the right)", ylabel="held-out perplexity, untuned")
-    left.legend(frameon=False)
     for number, kind in enumerate(results.kinds()):
         runs = [run.train for run in results.runs if run.name == kind]
         means = [sum(losses) / len(losses) for losses in zip(*runs, strict=True)]
-        right.plot(range(len(means)), means, color=f"C{number}", label=kind)
-    right.set(xlabel="step", ylabel="training loss at the step's self_bias (same text)")
-    right.legend(frameon=False)
-    for axes in (left, right):
+        right[0].plot(range(len(means)), means, color=f"C{number}", label=kind)
+        right[0].set(xlabel="step", ylabel="training loss at the step's self_bias (same text)")
+    for axes in (left, *right):
+        axes.legend(frameon=False)
         axes.grid(color="#e5e7eb", lw=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
