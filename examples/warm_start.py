@@ -198,7 +198,7 @@ def plot(results: Results, path: Path) -> None:
     left.plot([p.self_bias for p in points], [p.perplexity for p in points], marker="o", ms=4)
     left.axhline(vanilla.perplexity, color="black", lw=1, ls=":", label="vanilla")
     left.set_xscale("symlog", linthresh=1)
-    left.invert_xaxis()
+    left.set_xlim(1.1 * max(p.self_bias for p in points), -0.05)
     left.set(xlabel="self_bias (falling to the right)", ylabel="held-out perplexity, untuned")
     for number, kind in enumerate(results.kinds()):
         runs = [run.train for run in results.runs if run.name == kind]
