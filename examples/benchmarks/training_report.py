@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import statistics
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -115,14 +116,18 @@ def write_summary(rows: list[Row], steps: int, parameters: dict[str, int], path:
         )
         for result in results(rows, steps, parameters):
             first = [result.loss.mean, result.loss.deviation, result.accuracy.mean]
-            rest = list(result.difference[::2]) if result.difference else ["", ""]
+            rest = list(result.difference[::2]) if result.difference else [math.nan, math.nan]
             writer.writerow(
                 [result.method, result.seeds, result.parameters]
-                + [f"{value:.4f}" for value in first]
+                + [_known(value) for value in first]
                 + [f"{result.seconds:.0f}"]
-                + [f"{value:.4f}" if value != "" else "" for value in rest]
+                + [_known(value) for value in rest]
                 + [result.verdict]
             )
+
+
+def _known(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else ""
 
 
 def table(rows: list[Row], steps: int, parameters: dict[str, int]) -> Any:
@@ -143,7 +148,10 @@ def table(rows: list[Row], steps: int, parameters: dict[str, int]) -> Any:
     vanilla = next((r for r in found if r.method == VANILLA), None)
     for result in found:
         added = result.parameters - vanilla.parameters if vanilla else 0
-        change = result.difference if result.seeds > 1 else None
+        change = ""
+        if result.difference:
+            change = f"{result.difference.mean:+.4f}"
+            change += f" ± {result.difference.interval:.4f}" if result.seeds > 1 else ""
         loss = f"{result.loss.mean:.4f}" + (f" ± {result.loss.deviation:.4f}" if result.seeds > 1 else "")
         shown.add_row(
             result.method,
@@ -151,7 +159,7 @@ def table(rows: list[Row], steps: int, parameters: dict[str, int]) -> Any:
             f"+{added:,}" if result is not vanilla and vanilla else f"{result.parameters:,}",
             loss,
             f"{result.accuracy.mean:.2%}",
-            f"{change.mean:+.4f} ± {change.interval:.4f}" if change else "",
+            change,
             result.verdict,
             f"x {result.seconds / vanilla.seconds:.2f}" if vanilla else f"{result.seconds:.0f} s",
         )
