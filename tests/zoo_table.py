@@ -27,6 +27,7 @@ import zoo_check
 RESULTS = Path(__file__).with_name("zoo_results.json")
 BEGIN, END = "<!-- support table: begin -->", "<!-- support table: end -->"
 _SECONDS = 600
+_NOTHING = "no causal self-attention found"
 _MARKS = {
     "ok": "yes",
     "refused": "refused",
@@ -111,14 +112,17 @@ def _short(value: Any) -> Any:
 def counts(results: dict[str, dict[str, Any]]) -> dict[str, int]:
     """How many architectures are captured by Dynamo at all, right, right with a cache, refused, and else."""
     full = Counter(result.get("full", result).get("status") for result in results.values())
-    captured = [r for r in results.values() if r.get("full", {}).get("status") not in (None, "not captured")]
+    outside = (None, "not captured", "not built")
+    captured = [r for r in results.values() if r.get("full", {}).get("status") not in outside]
+    without = [r for r in captured if r["full"].get("reason", "").startswith(_NOTHING)]
     cached = Counter(r.get("cached", {}).get("status") for r in captured if r["full"]["status"] == "ok")
     return {
         "models": len(results),
         "captured": len(captured),
         "right": full["ok"],
-        "refused": full["refused"],
-        "wrong": full["WRONG"] + full["error"],
+        "without": len(without),
+        "refused": full["refused"] - len(without),
+        "wrong": full["WRONG"] + full["error"] + full["not defined"],
         "cached right": cached["ok"],
         "cached refused": cached["refused"],
         "cached wrong": cached["WRONG"] + cached["error"],
@@ -151,7 +155,7 @@ def _mark(result: dict[str, Any], part: str) -> str:
 def _notes(result: dict[str, Any]) -> str:
     notes: list[str] = []
     if "full" not in result:
-        notes.append(str(result.get("reason", "")))
+        notes.append(_sentence(str(result.get("reason", ""))))
     for part in ("full", "eager", "cached"):
         found = result.get(part, {})
         if found.get("status") != "ok" and "reason" in found:
@@ -165,9 +169,10 @@ def _notes(result: dict[str, Any]) -> str:
 
 def _sentence(text: str) -> str:
     """The first reason that is given, without where in the code it was found."""
-    found = re.search(r"^  - [^`]*`[^`]*`: (.*)$", text, re.MULTILINE)
-    first = (found[1] if found else text).split("; the search ended")[0].split(". ")[0].split("\n")[0]
-    return first if len(first) <= 200 else first[:197] + "..."
+    found = re.search(r"^(?:  - )?[^`\n]*`[^`\n]*`: (.*)$", text, re.MULTILINE)
+    text = (found[1] if found else text).split("; the search ended")[0].split(". ")[0].split("\n")[0]
+    text = re.sub(r"(?:\w+ )?\(\w+\) in module ('[^']*') at \S+ `[^`]*`", r"\1", text)
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def summary(results: dict[str, dict[str, Any]]) -> str:
@@ -175,10 +180,12 @@ def summary(results: dict[str, dict[str, Any]]) -> str:
     return (
         f"{n['models']} models: every causal language model of transformers, and variants of their "
         f"configurations. Dynamo captures {n['captured']} of them in one graph. Of these, "
-        f"{n['right']} are mixed and equal the definition, {n['refused']} are refused with a reason, "
-        f"{n['wrong']} are wrong. Decoding through a cache, {n['cached right']} equal the definition, "
-        f"{n['cached refused']} are refused with a reason, {n['cached wrong']} are wrong, and "
-        f"{n['no cached decoding']} do not decode through a cache without mixing either."
+        f"{n['without']} have no causal softmax attention, which is said; {n['right']} are mixed and equal "
+        f"the definition; {n['refused']} are refused with a reason; {n['wrong']} are wrong. Decoding through "
+        f"a cache, {n['cached right']} equal the definition; {n['cached refused']} are refused with a reason "
+        "(latent caches, which hold no values of single heads); "
+        f"{n['cached wrong']} are wrong; {n['no cached decoding']} do not decode through a cache without "
+        "mixing either."
     )
 
 
