@@ -25,7 +25,7 @@ def models(draw: st.DrawFn) -> tuple[Decoder, dict[str, int]]:
 
 @given(model=models(), batch=st.integers(1, 3), length=st.integers(1, 6))
 @settings(
-    max_examples=12,
+    max_examples=8,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

@@ -20,26 +20,20 @@ FINE = {"ok", "refused", "not captured", "not in vanilla", "not built"}
 SAMPLE = {
     "gpt_oss": "cached",  # a sink among the scores; windows in turn with full attention
     "bloom": "cached",  # baddbmm with a position bias; query, key and value interleaved in one projection
-    "mpt": "cached",  # scores plus a bias, three chunks of a projection
+    "mpt": "full",  # scores plus a bias, three chunks of a projection
     "falcon@new": "cached",  # heads repeated before the cache
-    "falcon": "cached",  # one key for all heads
     "jetmoe": "full",  # repeated by tiling; query heads chosen by a router
-    "diffllama": "cached",  # two attentions per layer share a value
-    "gemma4_text": "full",  # heads of another size in some layers
-    "gemma4_text@shared": "full",  # layers that reuse keys and values
+    "diffllama": "full",  # two attentions per layer share a value: refused
+    "gemma4_text@shared": "full",  # heads of another size in some layers; layers that reuse keys and values
     "inkling_text": "full",  # a convolution between value and cache
     "xlnet": "full",  # einsum, tokens first, relative positions
-    "phi3": "cached",  # slices of one projection
     "gpt_neox": "eager",  # partial rotation, written out
-    "gptj": "full",  # rotation of neighbours
     "deepseek_v3": "full,cached",  # latent cache: right without it, refused with it
     "bart@cross": "cached",  # cross-attention is left out
     "llama4_text": "shift",  # layers without positions
-    "doge": "eager",  # the value makes the mask as well
+    "doge": "full",  # the value makes the mask as well: refused
     "cpmant": "full",  # not causal
     "mamba": "full",  # no attention
-    "jamba": "full",  # attention in some layers
-    "zamba2": "full",  # one attention block used several times
 }
 
 
@@ -50,7 +44,8 @@ def every() -> list[object]:
 @pytest.mark.parametrize("name", every())
 def test_as_recorded(name: str) -> None:
     expected = RESULTS[name]
-    parts = tuple(SAMPLE.get(name, "full,eager,cached").split(","))
+    known = ",".join(part for part in ("full", "eager", "cached") if part in expected) or "full"
+    parts = tuple(SAMPLE.get(name, known).split(","))
     result = zoo_table.check_apart(name, parts)
     found = zoo_table.statuses(result)
     assert found.keys() == {"all"} or found.keys() <= set(parts)

@@ -191,7 +191,9 @@ def summary(results: dict[str, dict[str, Any]]) -> str:
 
 def body(results: dict[str, dict[str, Any]]) -> str:
     """What stands between the marks of the page."""
-    return f"{summary(results)}\n\n<details><summary>All of them</summary>\n\n{table(results)}\n\n</details>"
+    legend = '"Written out": with eager instead of fused attention; "-": not run.'
+    rows = f"<details><summary>All of them</summary>\n\n{legend}\n\n{table(results)}\n\n</details>"
+    return f"{summary(results)}\n\n{rows}"
 
 
 def write(page: Path) -> None:
