@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -97,11 +96,7 @@ def depthify(
     compile_options = _compile_options(backend, mode, options, dynamic)
     if regions not in ("auto", "model", "block"):
         raise OptionError(f"regions={regions!r}: regions must be 'auto', 'model' or 'block'")
-    recorded = huggingface.read_config(model)
-    if recorded is not None and stride is None:
-        config = replace(
-            config, stride=recorded.stride, recent_window=recent_window or recorded.recent_window
-        )
+    config = huggingface.with_recorded(model, config)
     bias = checked(self_bias, None)
     from .module import attach
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from .cli_options import add_mixing_options
 from .errors import DepthifyError
 
 _EPILOG = "depthify is a library first: see README.md, or help(depthify.depthify) in Python."
@@ -64,14 +65,7 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
         metavar="DIR_OR_ID",
         help="a transformers model instead: a folder (also one with a single .gguf file) or a hub id",
     )
-    demo.add_argument("--stride", type=int, help="distance between source layers (default: half the layers)")
-    demo.add_argument(
-        "--recent-window",
-        type=int,
-        default=0,
-        metavar="N",
-        help="directly preceding layers that are sources as well (default: 0)",
-    )
+    add_mixing_options(demo)
     demo.add_argument(
         "--prompt",
         default="What is the capital of France?",

@@ -8,6 +8,7 @@ import json
 import os
 from typing import Any
 
+from .cli_options import add_mixing_options
 from .errors import DepthifyError, MissingDependencyError, OptionError
 
 _CLASSES = (
@@ -29,12 +30,7 @@ def add_inspect_command(subparsers: Any) -> argparse.ArgumentParser:
         "and the line of code that made it. Exit status 1 if the model cannot be mixed.",
     )
     parser.add_argument("model", help="a config.json, a directory with one, or a model id")
-    parser.add_argument(
-        "--stride", type=int, help="distance between source layers (default: the model's, or half the layers)"
-    )
-    parser.add_argument(
-        "--recent-window", type=int, default=0, metavar="N", help="directly preceding layers that are sources"
-    )
+    add_mixing_options(parser)
     parser.add_argument("--where", metavar="PATH", help="the stack to look at, in a model with several")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run_inspect)
@@ -74,10 +70,7 @@ def inspect_model(
     from .config import DepthConfig
 
     model, inputs = _build(source)
-    config = DepthConfig(stride=stride, recent_window=recent_window)
-    recorded = huggingface.read_config(model)
-    if recorded is not None and stride is None:
-        config = replace(recorded, recent_window=recent_window or recorded.recent_window)
+    config = huggingface.with_recorded(model, DepthConfig(stride=stride, recent_window=recent_window))
     report = _dry_run(model, inputs, where, config)
     if report.problem:
         without = _dry_run(model, {**inputs, "use_cache": False}, where, config)

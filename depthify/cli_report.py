@@ -8,6 +8,8 @@ import json
 import sys
 from typing import Any
 
+from .cli_options import add_mixing_options
+
 _FORMATS = ("table", "markdown", "json", "latex")
 
 
@@ -24,12 +26,7 @@ def add_report_command(subparsers: Any) -> argparse.ArgumentParser:
         "model",
         help="a preset (paper-410m, paper-1.5b, paper-3b), a directory with a config.json, or a model id",
     )
-    parser.add_argument(
-        "--stride", type=int, help="distance between source layers (default: half the layers)"
-    )
-    parser.add_argument(
-        "--recent-window", type=int, default=0, help="directly preceding layers that are sources"
-    )
+    add_mixing_options(parser)
     parser.add_argument("--batch-size", type=int, default=1, help="sequences (default: %(default)s)")
     parser.add_argument("--seq-len", type=int, default=4096, help="new tokens each (default: %(default)s)")
     parser.add_argument("--cache-len", type=int, default=0, help="cached tokens each (default: %(default)s)")

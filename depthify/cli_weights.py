@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from .cli_options import add_mixing_options
 from .errors import OptionError
 
 
@@ -29,12 +30,7 @@ def add_weights_command(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-tokens", type=int, default=512, metavar="N", help="read so many tokens (default: %(default)s)"
     )
-    parser.add_argument(
-        "--stride", type=int, help="distance between source layers (default: the model's, or half the layers)"
-    )
-    parser.add_argument(
-        "--recent-window", type=int, default=0, metavar="N", help="directly preceding layers that are sources"
-    )
+    add_mixing_options(parser)
     parser.add_argument("--format", choices=("table", "json"), default="table", help="(default: %(default)s)")
     parser.add_argument("--plot", metavar="FILE", help="write a picture (PNG, PDF, SVG); needs matplotlib")
     parser.set_defaults(run=run_weights)

@@ -44,7 +44,7 @@ def dry_run(
         config = config or attached[0]._depthify.config
     else:
         owner = find_owner(model, where=where)[1]
-        config = config or huggingface.read_config(model) or DepthConfig()
+        config = config or huggingface.with_recorded(model, DepthConfig())
         huggingface.prepare(model)
     state = State(type(owner).__qualname__, config, _OPTIONS)
     reports: list[DepthReport] = []

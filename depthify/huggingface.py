@@ -4,6 +4,7 @@ tracing."""
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -51,6 +52,16 @@ def read_config(model: nn.Module) -> DepthConfig | None:
         )
     except OptionError as error:
         raise OptionError(f"the model's config is not usable: {error}") from None
+
+
+def with_recorded(model: nn.Module, config: DepthConfig) -> DepthConfig:
+    """``config``; if it names no stride, with what the model's own configuration records."""
+    recorded = read_config(model) if config.stride is None else None
+    if recorded is None:
+        return config
+    return replace(
+        config, stride=recorded.stride, recent_window=config.recent_window or recorded.recent_window
+    )
 
 
 def write_config(model: nn.Module, config: DepthConfig) -> None:

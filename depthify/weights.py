@@ -190,7 +190,7 @@ def _attach_probe(model: nn.Module, probe: _Probe) -> Any:
     options = {"backend": probe, "mode": None, "options": None, "dynamic": None}
     attached = attached_modules(model)
     if not attached:
-        attach(model, huggingface.read_config(model) or DepthConfig(), options)
+        attach(model, huggingface.with_recorded(model, DepthConfig()), options)
     owners = [m for m in attached_modules(model) if isinstance(m._depthify, (State, Regions))]
     if len(owners) != 1:
         raise OptionError(

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from ..torch_internals import real_value
 from .axes import Axes, AxisRole, Layout, axis_dim, flat, step_back, step_back_whole
 from .dataflow import Dataflow, Dependencies
-from .nodes import is_number, is_tensor, quotient, same_size, shape_of, value_of
+from .nodes import hint, is_number, is_tensor, quotient, same_size, shape_of, value_of
 from .ops import Role, arguments, has_role, mutated, op_name, op_of
 from .sites import AttentionSite, Factor, Operand, Score
 
@@ -356,14 +356,8 @@ def _above(positions: Iterable[Node], flow: Dataflow) -> list[Node]:
     return sorted((n for n in seen if flow.behind(n) is n), key=flow.position.__getitem__)
 
 
-def _hint(value: Any) -> Any:
-    if isinstance(value, (torch.SymInt, torch.SymFloat)):
-        return value.node.hint if value.node.has_hint() else 2
-    return value
-
-
 def _shape(node: Node) -> list[int]:
-    return [int(_hint(n)) for n in shape_of(node)]
+    return [int(hint(n)) for n in shape_of(node)]
 
 
 def _measure(query: _Region, key: _Region, flow: Dataflow) -> tuple[float, float] | None:
@@ -446,7 +440,7 @@ class _Source:
             return self._table(node)
         if has_role(node, Role.CREATE) and not node.all_input_nodes and node.op == "call_function":
             kwargs = {name: x for name, x in node.kwargs.items() if name != "device"}
-            return node.target(*tree_map(_hint, node.args), **tree_map(_hint, kwargs))  # type: ignore[operator]
+            return node.target(*tree_map(hint, node.args), **tree_map(hint, kwargs))  # type: ignore[operator]
         if not node.all_input_nodes:
             raise ValueError(f"the values of {node.name} are not known")
         return _run(node, self.position)
@@ -478,13 +472,13 @@ def _run(node: Node, value: Callable[[Node], Any]) -> Any:
     """Execute one node on real tensors in double precision; casts and device moves change nothing."""
 
     def known(n: Node) -> Any:
-        return value(n) if is_tensor(n) or isinstance(value_of(n), (tuple, list)) else _hint(value_of(n))
+        return value(n) if is_tensor(n) or isinstance(value_of(n), (tuple, list)) else hint(value_of(n))
 
     op = op_of(node)
     if op is not None and op.role in (Role.CAST, Role.COPY):
         return known(node.all_input_nodes[0])
     args, kwargs = map_arg(node.args, known), map_arg(node.kwargs, known)
-    args = tree_map(_hint, args)
+    args = tree_map(hint, args)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     return node.target(*args, **kwargs)

@@ -25,7 +25,7 @@ from torch.fx import Node
 from ..errors import UnsupportedModelError
 from .axes import Axis, AxisRole
 from .emit import TAG, emit, move_before, turn_into
-from .nodes import Size, describe, dtype_of, same_size, value_of
+from .nodes import describe, dtype_of, hint, same_size, value_of
 from .order_layers import Layer, Stack, groups, lanes
 from .placement import Placement
 from .sites import AttentionSite, Factor, Operand
@@ -89,20 +89,13 @@ def memory_order(site: AttentionSite) -> tuple[int, ...]:
     tokens."""
     names = _keys(site)
     value = value_of(site.value.node)
-    strides = [_hint(n) for n in value.stride()]
+    strides = [hint(n, 1 << 30) for n in value.stride()]
     dims = sorted(range(value.dim()), key=lambda d: (-strides[d], d))
     found = [
         names.index(_name(axis)) for dim in dims for axis in site.value.layout[dim] if _name(axis) in names
     ]
     missing = [i for i in range(len(names)) if i not in found]
     return (*missing, *found)
-
-
-def _hint(size: Size) -> int:
-    if isinstance(size, int):
-        return size
-    known = size.node.hint if size.node.has_hint() else None
-    return 1 << 30 if known is None else int(known)
 
 
 def form_of(operand: Operand, site: AttentionSite, order: Sequence[int], grouped: bool = False) -> Form:

@@ -96,6 +96,13 @@ def _clean(path: str) -> str:
     return re.sub(r"^(self|module|args\.\d+|fn)(\.|$)", "", path)
 
 
+def hint(value: Any, unknown: int = 2) -> Any:
+    """A symbolic number as it is in this call, or ``unknown``; anything else as it is."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value.node.hint if value.node.has_hint() else unknown
+    return value
+
+
 _OWN = ("depthify/module.py", "depthify/marks.py")
 """Frames that every capture goes through. What PyTorch's own modules do has no others."""
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import zoo
+from definition import relative
 from eager_definition import Seen, TwinDiffers, by_definition, exact_backend
 from torch import Tensor, nn
 
@@ -31,11 +32,6 @@ STRIDE = 2
 BOUND = {torch.float64: 1e-10, torch.float32: 1e-4}
 LENGTH, CHUNKS = 10, (6, 1, 1, 1, 1)
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params", "mems", "state")
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    """Largest difference, relative to the largest entry of ``b``."""
-    return float((a.double() - b.double()).abs().max() / b.double().abs().max())
 
 
 def _bound(model: nn.Module, logits: Tensor) -> float:

@@ -1,0 +1,19 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_mixing_options(parser: argparse.ArgumentParser) -> None:
+    """``--stride`` and ``--recent-window``: which layers are sources."""
+    parser.add_argument(
+        "--stride", type=int, help="distance between source layers (default: the model's, or half the layers)"
+    )
+    parser.add_argument(
+        "--recent-window",
+        type=int,
+        default=0,
+        metavar="N",
+        help="directly preceding layers that are sources as well (default: %(default)s)",
+    )
