@@ -9,6 +9,7 @@ of masking counts alike.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ..torch_internals import real_value
 from .axes import AxisRole
 from .dataflow import Dataflow, Dependencies
 from .flex import Mods, slope, visible
-from .nodes import dtype_of, is_number, is_tensor, shape_of, value_of
+from .nodes import dtype_of, hint, is_number, is_tensor, shape_of, value_of
 from .ops import Role, has_role, mutated
 from .sites import Attention
 
@@ -46,53 +47,49 @@ class CausalityFinder:
     def hides_future(self, attention: Attention) -> bool | None:
         """Whether late queries see their own and earlier keys and no later ones; None where that is not
         known."""
-        if attention.mods is not None:
-            return self._look_mods(attention, attention.mods)
+        mods = attention.mods
+        if mods is not None:
+            return self._look(attention, lambda fill: self._seen_by(mods, attention, fill), mods.blocks)
         if attention.exponent is not None:
-            return self._look(attention, attention.exponent.node, attention.scores)
+            return self._look_at(attention, attention.exponent.node, attention.scores)
         masks = [mask for mask, _ in attention.masks]
         if len(masks) != 1:
             return None
         if masks[0] not in self._known:
-            self._known[masks[0]] = self._look(attention, masks[0], None)
+            self._known[masks[0]] = self._look_at(attention, masks[0], None)
         return self._known[masks[0]]
 
-    def _look(self, attention: Attention, node: Node, scores: Node | None) -> bool | None:
-        seen = False
-        past = _hint(attention.length) - _hint(attention.tokens)
-        if past and _hint(attention.tokens) > _LONG:
-            return None
-        for fill in _FILLS:
-            try:
-                mask = self._run(node, scores, fill, attention.tokens)
-                hidden = _hides(_rows_and_columns(mask, attention), past)
-            except Exception:  # whatever an operation of the model may raise on stand-ins
-                continue
-            if hidden:
-                return True
-            seen = seen or hidden is False
-        return False if seen else None
+    def _look_at(self, attention: Attention, node: Node, scores: Node | None) -> bool | None:
+        return self._look(
+            attention,
+            lambda fill: _rows_and_columns(self._run(node, scores, fill, attention.tokens), attention),
+        )
 
-    def _look_mods(self, attention: Attention, mods: Mods) -> bool | None:
+    def _look(
+        self, attention: Attention, seen_with: Callable[[Any], Tensor], may_leave_out: bool = False
+    ) -> bool | None:
+        """``seen_with(fill)`` tells which key each query sees; ``may_leave_out``: keys it shows may be left
+        out by what it does not show."""
         seen = False
-        past = _hint(attention.length) - _hint(attention.tokens)
-        if past and _hint(attention.tokens) > _LONG:
+        past = hint(attention.length) - hint(attention.tokens)
+        if past and hint(attention.tokens) > _LONG:
             return None
         for fill in _FILLS:
             try:
-                values = [
-                    self._buffers(reads, fill, attention) for reads in (mods.score_reads, mods.mask_reads)
-                ]
-                sees = visible(mods, *values, self._counts(attention))
+                sees = seen_with(fill)
                 hidden = _hides(sees, past)
             except Exception:  # whatever an operation of the model may raise on stand-ins
                 continue
             if hidden:
                 return True
-            if bool(sees.all()) and mods.blocks:
-                return None  # the functions mask nothing, but blocks may be left out
+            if may_leave_out and bool(sees.all()):
+                return None  # nothing is masked, but blocks may be left out
             seen = seen or hidden is False
         return False if seen else None
+
+    def _seen_by(self, mods: Mods, attention: Attention, fill: Any) -> Tensor:
+        values = [self._buffers(reads, fill, attention) for reads in (mods.score_reads, mods.mask_reads)]
+        return visible(mods, *values, self._counts(attention))
 
     def slope(self, attention: Attention) -> float | None:
         """What the scores of a ``flex_attention`` are multiplied with; None where that is no known number."""
@@ -118,13 +115,13 @@ class CausalityFinder:
 
     @staticmethod
     def _counts(attention: Attention) -> tuple[int, int, int]:
-        rows, columns = _hint(attention.tokens), _hint(attention.length)
+        rows, columns = hint(attention.tokens), hint(attention.length)
         short = {rows: _SHORT} if rows > _LONG else {}
         query = shape_of(attention.query.node)
-        return int(_hint(query[-3])), _shortened(rows, short), _shortened(columns, short)
+        return int(hint(query[-3])), _shortened(rows, short), _shortened(columns, short)
 
     def _run(self, target: Node, scores: Node | None, fill: Any, tokens: Any) -> Tensor:
-        size = _hint(tokens)
+        size = hint(tokens)
         short = {size: _SHORT} if size > _LONG else {}
         known = dict(self._values.setdefault((fill, size), {}))
         below: set[Node] = {scores} if scores is not None else set()
@@ -171,11 +168,11 @@ class CausalityFinder:
             raise NotImplementedError("a mask drawn by chance")
 
         def read(n: Node) -> Any:
-            return _shortened(_hint(value_of(n)), short) if is_number(n) else known[n]
+            return _shortened(hint(value_of(n)), short) if is_number(n) else known[n]
 
         if has_role(node, Role.CAST) and not mutated(node):
             return known[node.all_input_nodes[0]].to(dtype_of(node))
-        plain = tree_map(lambda x: _shortened(_hint(x), short), (node.args, node.kwargs))
+        plain = tree_map(lambda x: _shortened(hint(x), short), (node.args, node.kwargs))
         args, kwargs = map_arg(plain, read)
         kwargs = {name: x for name, x in kwargs.items() if name != "device"}
         if node.op == "call_method":
@@ -209,20 +206,12 @@ class CausalityFinder:
         return torch.full(sizes, fill, dtype=dtype)
 
 
-def _hint(value: Any) -> Any:
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return value.node.hint if value.node.has_hint() else 2
-    if isinstance(value, (tuple, list)):
-        return type(value)(_hint(x) for x in value) if type(value) in (tuple, list) else value
-    return value
-
-
 def _shortened(value: Any, short: dict[int, int]) -> Any:
     return short.get(value, value) if type(value) is int else value
 
 
 def _sizes(node: Node, short: dict[int, int]) -> list[int]:
-    return [_shortened(int(_hint(n)), short) for n in shape_of(node)]
+    return [_shortened(int(hint(n)), short) for n in shape_of(node)]
 
 
 def _rows_and_columns(mask: Tensor, attention: Attention) -> Tensor:
