@@ -95,5 +95,19 @@ def _first_product(
             if has_role(node, Role.CONTRACT) and len(set(operands)) > 1:
                 return node
             continue
+        if has_role(node, Role.REDUCE) and any(_all_pairs(read, needs) for read in node.all_input_nodes):
+            return node
         todo += onward(node)
     return None
+
+
+def _all_pairs(node: Node, needs: Dependencies) -> bool:
+    """Whether ``node`` multiplies every entry of one activation with every entry of another: each is repeated
+    along a dimension of the other. Summed, that is a product of matrices without its name."""
+    if not has_role(node, Role.MULTIPLY):
+        return False
+    shapes = [shape_of(x) for x in node.all_input_nodes if is_tensor(x) and needs.activation(x)]
+    if len(shapes) != 2 or len(shapes[0]) != len(shapes[1]):
+        return False
+    repeated = [(same_size(n, 1), same_size(m, 1)) for n, m in zip(*shapes, strict=True)]
+    return (True, False) in repeated and (False, True) in repeated

@@ -194,6 +194,14 @@ class OverDepth(nn.Module):
         return (weights @ own.sin())[:, :, 0]
 
 
+class SumsOfProducts(LookAlike):
+    """Causal attention without a product of matrices: every pair is multiplied, and summed."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        scores = (q[:, :, :, None] * k[:, :, None]).sum(-1).masked_fill(later(q.shape[2]), float("-inf"))
+        return (scores.softmax(-1)[..., None] * v[:, :, None]).sum(-2)
+
+
 NO_SITE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "linear attention": (LinearAttention, ""),
     "softmax of features": (SoftmaxOfFeatures, ""),
@@ -211,6 +219,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "softmax over queries": (SoftmaxOverQueries, "a softmax over products of activations weighs other"),
     "exponential over queries": (ExpOverQueries, "an exponential of products of activations weighs other"),
     "softmax with one more in its sum": (OneMore, "an exponential of products of activations weighs other"),
+    "sums of products": (SumsOfProducts, "a softmax over products of activations weighs other"),
     "key is value": (KeyIsValue, "its key and its value are one tensor"),
     "over depth": (OverDepth, "several streams of tokens in one"),
 }
