@@ -11,9 +11,9 @@ the results that are kept here; ``write`` puts the table made of those between t
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
-import queue
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -40,22 +40,35 @@ _MARKS = {
 
 def _child(name: str, parts: tuple[str, ...], results: Any) -> None:
     zoo_check.quiet()
-    results.put(zoo_check.check(name, parts))
+    results.send(zoo_check.check(name, parts))
+
+
+@functools.cache
+def _context() -> Any:
+    """Children of a server that has imported what they need and run nothing: quick to start, and a fork of a
+    process with threads, as tests are, can crash."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "transformers.modeling_utils", "transformers.cache_utils"])
+    return context
 
 
 def check_apart(name: str, parts: tuple[str, ...]) -> dict[str, Any]:
     """:func:`zoo_check.check` in a process of its own: a crash is the result of this model alone."""
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    process = context.Process(target=_child, args=(name, parts, results))
+    receiver, sender = _context().Pipe(duplex=False)
+    process = _context().Process(target=_child, args=(name, parts, sender))
     process.start()
+    sender.close()  # or its end would not be noticed
+    reason = f"no result in {_SECONDS} s"
     try:
-        return results.get(timeout=_SECONDS)
-    except queue.Empty:
-        return {"name": name, "status": "error", "reason": f"no result in {_SECONDS} s"}
+        if receiver.poll(_SECONDS):
+            return receiver.recv()
+    except EOFError:
+        process.join()
+        reason = f"the process ended with code {process.exitcode} and no result"
     finally:
         process.kill()
         process.join()
+    return {"name": name, "status": "error", "reason": reason}
 
 
 def check_all(path: Path, parts: tuple[str, ...], names: Sequence[str], jobs: int) -> None:
