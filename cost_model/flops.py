@@ -141,7 +141,7 @@ def _each(node: Node, per_element: int = 1) -> Flops:
     "softshrink prelu",
     "where masked_fill masked_fill_ nan_to_num nan_to_num_ triu tril ldexp heaviside log_sigmoid",
     "logaddexp xlogy copysign diff silu_backward gelu_backward threshold_backward sigmoid_backward",
-    "tanh_backward log_sigmoid_forward",
+    "tanh_backward log_sigmoid_forward log_sigmoid_backward",
 )
 def _elementwise(node: Node) -> Flops:
     """1 per element of the result; a complex one is two numbers."""

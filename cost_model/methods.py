@@ -58,12 +58,14 @@ def mixture_flops(sources: Expr, grouped: bool, one: bool) -> Expr:
       of 8 and more take besides is in :func:`parts_of_mean`
     - scores with the sources' keys and the own one: a product and a sum over d_k each
     - weights: for one source the difference of the scores, the scale, a sigmoid and 1 minus it; for more, the
-      scale, then a softmax: maximum and sum over the n + 1 scores (n each), difference, exponential, quotient
+      scale of the n + 1 scores, n differences and sigmoids, n - 1 times log-sigmoid and a difference for the
+      logarithm of the sum so far, then 1 minus the own weight and for every other source but the first two
+      products and 1 minus a sigmoid
     - mixture: n + 1 products with, n sums of values
     """
     mean = Hq * dk / Hkv if grouped else sympy.Integer(0)
     scores = 2 * dk * (sources + 1)
-    weights = sympy.Integer(4) if one else 4 * (sources + 1) + 2 * sources
+    weights = sympy.Integer(4) if one else 8 * sources - 3
     return mean + scores + weights + dv * (2 * sources + 1)
 
 

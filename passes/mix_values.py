@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.fx import Node
 
 from ..errors import UnsupportedModelError
@@ -163,12 +164,22 @@ def group_mean(query: Any, dims: Sequence[int], sizes: Sequence[int], dtype: tor
     return functools.reduce(operator.add, sums) * (1 / size)
 
 
-def softmax_weights(scores: Sequence[Any]) -> list[Any]:
-    """Softmax over a list of equally shaped scores, term by term."""
-    highest = functools.reduce(torch.maximum, [score.detach() for score in scores])
-    terms = [torch.exp(score - highest) for score in scores]
-    total = functools.reduce(operator.add, terms)
-    return [term / total for term in terms]
+def softmax_weights(scores: Sequence[Any], own: Any) -> list[Any]:
+    """Softmax over ``scores`` and last ``own``, as a chain of sigmoids: of each score against all before it.
+
+    The softmax over n + 1 scores in n numbers: no more is saved for backward.
+    """
+    total, shares = scores[0], []
+    for score in scores[1:]:
+        ahead = score - total
+        shares.append(torch.sigmoid(ahead))
+        total = score - F.logsigmoid(ahead)  # log(exp(total) + exp(score))
+    shares.append(torch.sigmoid(own - total))
+    weights, rest = [shares[-1]], 1 - shares[-1]
+    for share in reversed(shares[:-1]):
+        weights.append(rest * share)
+        rest = rest * (1 - share)
+    return [rest, *reversed(weights)]
 
 
 @dataclass(frozen=True)
@@ -203,7 +214,7 @@ def weights(scores: Sequence[Any], scaling: Scaling) -> list[Any]:
         own = torch.sigmoid(scaling.biased(scaling.apply(scores[1] - scores[0], factors[0])))
         return [1 - own, own]
     scaled = [scaling.apply(score, f) for score, f in zip(scores, factors, strict=True)]
-    return softmax_weights([*scaled[:-1], scaling.biased(scaled[-1])])
+    return softmax_weights(scaled[:-1], scaling.biased(scaled[-1]))
 
 
 def scored(

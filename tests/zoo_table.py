@@ -48,7 +48,7 @@ def _context() -> Any:
     """Children of a server that has imported what they need and run nothing: quick to start, and a fork of a
     process with threads, as tests are, can crash."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "transformers.modeling_utils", "transformers.cache_utils"])
+    context.set_forkserver_preload(["torch._dynamo", "transformers.modeling_utils"])
     return context
 
 
