@@ -64,8 +64,8 @@ def depthify(
             added to every layer's own depth score. ``float("inf")`` computes exactly the vanilla model, None
             or 0 the paper's. :func:`depthify.set_self_bias` changes it between steps.
         where: the path of the stack to mix, such as "model.decoder", in a model with several. Every stack is
-            a depth of its own. None: the text decoder of a transformers model that has one; else all that is
-            causal self-attention, stack by stack.
+            a depth of its own. None: the one in the model's config, else the text decoder of a transformers
+            model that has one, else all that is causal self-attention, stack by stack.
 
     Raises:
         OptionError: an argument is not allowed, or the model is compiled or mixed already.

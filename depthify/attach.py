@@ -58,7 +58,7 @@ def find_owner(
 
     Args:
         blocks: the decoder blocks, where the caller names them.
-        where: path of the stack, where the model has several.
+        where: path of the stack, where the model has several; None: the one its config records, if any.
 
     Raises:
         OptionError: a named block or path is no part of the model, or no module around them has a forward.
@@ -67,6 +67,7 @@ def find_owner(
         raise OptionError(f"where={where!r} and blocks=[...]: either names the stack; give one of them")
     if blocks is not None:
         return _owner_of(model, blocks)
+    where = huggingface.recorded_where(model) if where is None else where
     lists = block_lists(model) if where is None else _lists_at(model, where)
     if where is not None and len(lists) > 1:
         return where, model.get_submodule(where), []
@@ -101,6 +102,17 @@ def _lists_at(model: nn.Module, where: str) -> list[tuple[str, nn.Module]]:
     raise OptionError(
         f"where={where!r}: {wrong}. where must be the path of a module of {type(model).__name__} that holds "
         f"one stack of decoder blocks, or of the list of blocks itself; lists of blocks are: {known}"
+    )
+
+
+def holds_others(owner: nn.Module, blocks: Sequence[nn.Module]) -> bool:
+    """Whether ``owner`` repeats blocks besides ``blocks``; False if none are named."""
+    named = set(blocks)
+    ours = {part for block in blocks for part in block.modules()}
+    return bool(named) and any(
+        member not in ours and named.isdisjoint(member.modules())
+        for _, container in block_lists(owner)
+        for member in container.children()
     )
 
 

@@ -9,10 +9,11 @@ from typing import Any
 from torch import nn
 
 from . import huggingface
-from .attach import find_owner
+from .attach import find_owner, holds_others
 from .config import DepthConfig
 from .errors import DepthifyError, NotMixedError, OptionError
 from .module import State, attached_modules, swap, unswap
+from .regions import BlockState
 from .report import DepthReport
 
 _OPTIONS = {"backend": "eager", "mode": None, "options": None, "dynamic": None}
@@ -39,14 +40,19 @@ def dry_run(
                 "explain(model) without inputs needs a mixed model that has run; give example inputs"
             )
         return attached[0]._depthify.report
+    if attached and where is None:
+        owner = attached[0]
+        blocks = _blocks(owner)
+    else:
+        _, owner, blocks = find_owner(model, where=where)
     if attached:
-        owner = attached[0] if where is None else find_owner(model, where=where)[1]
         config = config or attached[0]._depthify.config
     else:
-        owner = find_owner(model, where=where)[1]
         config = config or huggingface.with_recorded(model, DepthConfig())
         huggingface.prepare(model)
-    state = State(type(owner).__qualname__, config, _OPTIONS)
+    paths = [path for path, module in owner.named_modules() if module in set(blocks)]
+    only = holds_others(owner, blocks)
+    state = State(type(owner).__qualname__, config, _OPTIONS, paths, only_blocks=only)
     reports: list[DepthReport] = []
     state.on_report = reports.append
     with _in_place_of(attached), contextlib.suppress(_AfterReport):
@@ -62,6 +68,14 @@ def dry_run(
     if not reports:
         raise NotMixedError(f"{state.name} was not run by this call of the model")
     return reports[0]
+
+
+def _blocks(owner: Any) -> list[nn.Module]:
+    """The decoder blocks of an owner that is attached."""
+    state = owner._depthify
+    if isinstance(state, State):
+        return [owner.get_submodule(path) for path in state.blocks]
+    return [module for module in attached_modules(owner) if isinstance(module._depthify, BlockState)]
 
 
 class _AfterReport(Exception):

@@ -13,15 +13,24 @@ from .config import DepthConfig
 from .errors import OptionError
 
 USED, STRIDE, WINDOW = "use_depth_attention", "depth_attention_stride", "depth_attention_recent_window"
+WHERE = "depth_attention_where"
+"""Path of the stack that is mixed, from the transformers model; only where the caller named it."""
 
 
 def pretrained(model: nn.Module) -> Any | None:
     """The outermost transformers model in ``model`` (itself, or inside an adapter or DDP); None without
     transformers."""
+    return _pretrained_at(model)[1]
+
+
+def _pretrained_at(model: nn.Module) -> tuple[str, Any | None]:
+    """The same and its path, with a dot behind it if it is not ``model`` itself."""
     transformers = sys.modules.get("transformers")
-    if transformers is None:
-        return None
-    return next((m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)), None)
+    if transformers is not None:
+        for path, module in model.named_modules():
+            if isinstance(module, transformers.PreTrainedModel):
+                return f"{path}." if path else "", module
+    return "", None
 
 
 def recording_owner(model: nn.Module, path: str) -> str:
@@ -64,18 +73,33 @@ def with_recorded(model: nn.Module, config: DepthConfig) -> DepthConfig:
     )
 
 
-def write_config(model: nn.Module, config: DepthConfig) -> None:
-    found = pretrained(model)
+def recorded_where(model: nn.Module) -> str | None:
+    """The path of the stack that ``save_pretrained`` recorded, if any."""
+    prefix, found = _pretrained_at(model)
+    config = getattr(found, "config", None)
+    where = getattr(config, WHERE, None) if getattr(config, USED, False) else None
+    if where is None:
+        return None
+    if not isinstance(where, str):
+        raise OptionError(f"the model's config is not usable: {WHERE}={where!r} must be the path of a module")
+    return prefix + where
+
+
+def write_config(model: nn.Module, config: DepthConfig, where: str | None = None) -> None:
+    """Record how the model is mixed, for ``save_pretrained``; ``where`` is a path from ``model``."""
+    prefix, found = _pretrained_at(model)
     if found is not None:
         setattr(found.config, USED, True)
         setattr(found.config, STRIDE, config.stride)
         setattr(found.config, WINDOW, config.recent_window)
+        if where is not None and where.startswith(prefix):
+            setattr(found.config, WHERE, where[len(prefix) :])
 
 
 def clear_config(model: nn.Module) -> None:
     found = pretrained(model)
     if found is not None:
-        for key in (USED, STRIDE, WINDOW):
+        for key in (USED, STRIDE, WINDOW, WHERE):
             found.config.__dict__.pop(key, None)
 
 

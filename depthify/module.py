@@ -19,7 +19,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from . import huggingface
-from .attach import find_owner
+from .attach import find_owner, holds_others
 from .config import DepthConfig
 from .errors import NotMixedError, OptionError, UnsupportedModelError
 from .regions import BlockState, Regions
@@ -60,6 +60,7 @@ class State(Biased):
         blocks: Sequence[str] = (),
         self_bias: float | None = None,
         may_switch: bool = False,
+        only_blocks: bool = False,
     ) -> None:
         self.name = name
         self.config = config
@@ -69,6 +70,9 @@ class State(Biased):
 
         self.may_switch = may_switch
         """The blocks are captured one by one if the whole cannot be captured."""
+
+        self.only_blocks = only_blocks
+        """There are others, which are left as they are."""
 
         self.report: DepthReport | None = None
         self.on_report: Callable[[DepthReport], None] | None = None
@@ -83,7 +87,7 @@ class State(Biased):
 
     def __reduce__(self) -> tuple[Any, ...]:
         fixed = (self.name, self.config, self.compile_options, self.blocks)
-        return State, (*fixed, self.bias_value, self.may_switch)
+        return State, (*fixed, self.bias_value, self.may_switch, self.only_blocks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         return State(*self.__reduce__()[1])
@@ -98,15 +102,16 @@ class State(Biased):
         """Called at the end mark, while Dynamo traces."""
         from .passes import find, mix_graph, order_layers
 
+        blocks = self.blocks if self.only_blocks else ()
         if self.on_report is not None:
-            findings = find(graph, start, bodies)
+            findings = find(graph, start, bodies, blocks)
             try:
                 self.on_report(report_of(findings, order_layers(findings, self.config)))
             except UnsupportedModelError as error:
                 self.on_report(refused_report(findings, self.config, str(error)))
                 raise
             raise NotMixedError("dry run: the capture ends here")
-        result = mix_graph(graph, self.config, start, bodies, bias)
+        result = mix_graph(graph, self.config, start, bodies, bias, blocks)
         if self.on_mixed is not None:
             self.on_mixed(result.mixed)
         report = report_of(result.findings, result.stacks)
@@ -254,6 +259,8 @@ def attach(
     """Attach to the module of ``model`` that runs all decoder blocks, and to the blocks; returns
     ``model``."""
     _check_attachable(model)
+    if blocks is None and where is None:
+        where = huggingface.recorded_where(model)
     path, owner, found = find_owner(model, blocks, where)
     name = type(owner).__qualname__ + (f" at {path!r}" if path else "")
     chosen = regions
@@ -277,7 +284,8 @@ def attach(
     if chosen == "block":
         state = Regions(name, config, compile_options, len(found), _why_blocks(found))
     else:
-        state = State(name, config, compile_options, blocks_at, may_switch=regions == "auto")
+        only = holds_others(owner, found)
+        state = State(name, config, compile_options, blocks_at, None, regions == "auto", only)
     state.set_bias(self_bias, device_of(owner))
     _check_compiles(state)
     if isinstance(state, State):
@@ -287,7 +295,7 @@ def attach(
         _attach_blocks(owner, state, blocks_at)
     else:
         _guard_blocks(found, state.name)
-    huggingface.write_config(model, config)
+    huggingface.write_config(model, config, where)
     return model
 
 

@@ -201,7 +201,9 @@ def _attach_probe(model: nn.Module, probe: _Probe) -> Any:
         old = owner._depthify
         bias = old.bias_value
         if isinstance(old, State):
-            owner.__dict__["_depthify"] = State(old.name, old.config, options, old.blocks, bias)
+            owner.__dict__["_depthify"] = State(
+                old.name, old.config, options, old.blocks, bias, only_blocks=old.only_blocks
+            )
         else:
             new = Regions(old.name, old.config, options, old.blocks, old.reason, bias)
             owner.__dict__["_depthify"] = new

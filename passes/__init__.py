@@ -3,6 +3,7 @@ mixture, verify."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -14,6 +15,7 @@ from .find_sites import Findings, find_sites
 from .mix_values import Mixed, mix_stack
 from .order_layers import Stack, order_layers
 from .placement import place
+from .restrict import restrict
 from .subgraphs import Bodies, Threads, own_bodies
 from .verify import snapshot, verify
 
@@ -28,17 +30,27 @@ class Result:
     """Sources and mixed layers by depth, one dictionary per stack."""
 
 
-def find(graph: Graph, start: Node | None = None, bodies: Bodies | None = None) -> Findings:
-    """Find all attention after ``start``; changes nothing that is computed."""
+def find(
+    graph: Graph, start: Node | None = None, bodies: Bodies | None = None, blocks: Sequence[str] = ()
+) -> Findings:
+    """Find all attention after ``start``; changes nothing that is computed.
+
+    Args:
+        blocks: paths of the decoder blocks to mix, where the graph holds others as well.
+    """
     expand(graph, start, bodies)
-    return find_sites(graph, start, bodies)
+    return restrict(find_sites(graph, start, bodies), blocks)
 
 
 def plan(
-    graph: Graph, config: DepthConfig, start: Node | None = None, bodies: Bodies | None = None
+    graph: Graph,
+    config: DepthConfig,
+    start: Node | None = None,
+    bodies: Bodies | None = None,
+    blocks: Sequence[str] = (),
 ) -> tuple[Findings, list[Stack]]:
     """Find and order the layers after ``start``; changes nothing that is computed."""
-    findings = find(graph, start, bodies)
+    findings = find(graph, start, bodies, blocks)
     return findings, order_layers(findings, config)
 
 
@@ -48,6 +60,7 @@ def mix_graph(
     start: Node | None = None,
     bodies: Bodies | None = None,
     bias: Node | None = None,
+    blocks: Sequence[str] = (),
 ) -> Result:
     """Rewrite the part of ``graph`` after ``start`` in place.
 
@@ -56,6 +69,7 @@ def mix_graph(
     Args:
         bodies: where the bodies of higher-order operations are found; None if the graph has none.
         bias: a scalar to add to every layer's own depth score, computed before all layers.
+        blocks: see :func:`find`.
 
     Raises:
         UnsupportedModelError: see :func:`order_layers` and :func:`place`.
@@ -65,7 +79,7 @@ def mix_graph(
 
     if bodies is not None:
         own_bodies(graph, bodies, start)
-    findings, stacks = plan(graph, config, start, bodies)
+    findings, stacks = plan(graph, config, start, bodies, blocks)
     placements = {layer: place(layer, findings.flow) for stack in stacks for layer in stack.layers}
     before = snapshot(findings.flow.graphs)
     threads = Threads(findings.flow.calls)

@@ -81,11 +81,12 @@ def dimension(dim: int, rank: int) -> int:
 
 def module_path(node: Node) -> str:
     """Dotted path of the innermost module whose forward made ``node``; empty at the top level."""
-    stack = node.meta.get("nn_module_stack") or {}
-    if not stack:
-        return ""
-    path, _ = next(reversed(stack.values()))
-    return _clean(path)
+    return next(reversed(module_paths(node)), "")
+
+
+def module_paths(node: Node) -> list[str]:
+    """Dotted paths of the modules whose forwards led to ``node``, outermost first."""
+    return [_clean(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
 
 
 def _clean(path: str) -> str:

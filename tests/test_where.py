@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import styles
 import torch
+import torch.nn.functional as F
 from definition import relative
 from eager_definition import by_definition, exact_backend
 from torch import Tensor, nn
 
-from depthify import depthify, explain
-from depthify.errors import OptionError
+from depthify import depthify, explain, restore
+from depthify.errors import OptionError, UnsupportedModelError
 
 SIZES: dict[str, Any] = dict(
     hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
@@ -106,3 +107,146 @@ def test_where_and_blocks_exclude_each_other() -> None:
     model = styles.decoder(TwoStacks)
     with pytest.raises(OptionError, match="give one of them"):
         depthify(model, 2, where="left", blocks=list(model.left.blocks))
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.inner(ids)
+
+
+def two_stacks_of_transformers() -> type[nn.Module]:
+    """Without a name for the stack, both are mixed."""
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    class TwoStacksModel(PreTrainedModel):
+        config_class = PreTrainedConfig
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.stacks = TwoStacks()
+            self.post_init()
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.stacks(ids)
+
+    return TwoStacksModel
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_saved_model_is_mixed_in_the_same_stack(wrapped: bool, tmp_path: Any) -> None:
+    kind, ids = two_stacks_of_transformers(), styles.tokens()
+    model = kind(kind.config_class()).double().eval()
+    path = "inner.stacks.left" if wrapped else "stacks.left"
+    mixed = depthify(Wrapped(model) if wrapped else model, 2, budget=float("inf"), where=path)
+    with torch.no_grad():
+        expected = mixed(ids)
+    assert len(explain(mixed).layers) == 4 and model.config.depth_attention_where == "stacks.left"
+    model.save_pretrained(tmp_path)
+
+    again = kind.from_pretrained(tmp_path, dtype=torch.double).eval()
+    assert len(explain(again, ids).layers) == 4
+    depthify(again, budget=float("inf"))
+    with torch.no_grad():
+        assert relative(again(ids), expected) < 1e-12
+    restore(again)
+    assert not hasattr(again.config, "depth_attention_where")
+    assert len(explain(again, ids).layers) == 8
+
+
+def test_a_recorded_stack_that_is_not_there_is_an_error() -> None:
+    kind = two_stacks_of_transformers()
+    model = kind(kind.config_class(use_depth_attention=True, depth_attention_where="middle"))
+    with pytest.raises(OptionError, match="where='middle'"):
+        depthify(model, 2)
+    model.config.depth_attention_where = 3
+    with pytest.raises(OptionError, match="config is not usable"):
+        depthify(model, 2)
+
+
+class OneAfterTheOther(nn.Module):
+    """One forward runs both lists of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = styles.Decoder(styles.FusedSplit, learned_positions=True)
+        self.embed, self.norm, self.head, self.first = first.embed, first.norm, first.head, first.blocks
+        self.second = styles.Decoder(styles.FusedSplit, learned_positions=True).blocks
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for block in [*self.first, *self.second]:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+@pytest.mark.parametrize("regions", ["model", "block"])
+@pytest.mark.parametrize("by", ["where", "blocks"])
+def test_only_the_named_list_of_one_module_is_mixed(by: str, regions: str) -> None:
+    ids = styles.tokens()
+    model = styles.decoder(OneAfterTheOther)
+    expected, _ = by_definition(model, ids, 2)
+    named: dict[str, Any] = {"where": "second"} if by == "where" else {"blocks": list(model.second)}
+    depthify(model, 2, budget=float("inf"), regions=regions, **named)
+    with torch.no_grad():
+        found = model(ids)
+    assert relative(found, expected) > 1e-3  # which mixes both as one depth
+    report = explain(model, ids)
+    assert [x.module[:8] for x in report.layers] == [f"second.{i}" for i in range(4)]
+    assert [x.sources for x in report.layers] == [(), (0,), (0,), (0, 2)]
+    assert sum("outside" in x.reason for x in report.refusals) == 4
+
+    # The blocks of the first list run as they are; those of the second, on what the first gives, are a model.
+    class Second(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.norm, self.head = model.second, model.norm, model.head
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            for block in self.blocks:
+                hidden = block(hidden)
+            return self.head(self.norm(hidden))
+
+    restore(model)
+    with torch.no_grad():
+        hidden = model.embed(ids)
+        for block in model.first:
+            hidden = block(hidden)
+    exact, _ = by_definition(Second(), hidden, 2)
+    assert relative(found, exact) < 1e-10
+
+
+def test_all_blocks_named_from_two_lists_are_one_depth() -> None:
+    ids = styles.tokens()
+    model = styles.decoder(OneAfterTheOther)
+    expected, _ = by_definition(model, ids, 2)
+    depthify(model, 2, budget=float("inf"), blocks=[*model.first, *model.second])
+    with torch.no_grad():
+        assert relative(model(ids), expected) < 1e-10
+
+
+class OneForKeyAndValue(nn.Module):
+    """Its value cannot change without its key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.ModuleList(nn.Linear(styles.WIDTH, styles.WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (p(x).unflatten(-1, (styles.HEADS, -1)).transpose(1, 2) for p in self.project)
+        return F.scaled_dot_product_attention(q, k, k, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def test_what_cannot_be_mixed_elsewhere_does_not_matter() -> None:
+    ids, model = styles.tokens(), styles.decoder(OneAfterTheOther)
+    for block in model.first:
+        block.attention = OneForKeyAndValue().double()
+    with pytest.raises(UnsupportedModelError, match="its key and its value are one tensor"):
+        explain(model, ids)
+    depthify(model, 2, budget=float("inf"), where="second")(ids)
+    refusals = explain(model).refusals
+    assert len(refusals) == 4 and not any(x.unsupported for x in refusals)
+    assert all("outside" in x.reason and "one tensor" in x.reason for x in refusals)
