@@ -25,7 +25,7 @@ from .errors import NotMixedError, OptionError, UnsupportedModelError
 from .regions import BlockState, Regions
 from .report import DepthReport, refused_report, report_of
 from .self_bias import Biased, device_of
-from .torch_internals import compile_keywords, hides_from_dynamo, own_code
+from .torch_internals import compile_keywords, hides_from_dynamo, in_transform, own_code
 
 if TYPE_CHECKING:
     from .passes.mix_values import Mixed
@@ -147,6 +147,13 @@ class State(Biased):
             self._compiled = None
             return self.compiled()(module, self.key, self.name, args, kwargs, self.self_bias)
         except Unsupported as error:
+            if in_transform():
+                raise NotMixedError(
+                    f"{self.name} is called inside a transform of torch.func, where Dynamo cannot capture "
+                    "it, so nothing would be mixed. Compile the transform as a whole, as in "
+                    "torch.compile(torch.func.vmap(...), backend='eager', fullgraph=True). Dynamo says: "
+                    f"{error}"
+                ) from error
             if self.may_switch and self.blocks:  # nothing has run yet
                 return _switch_to_blocks(module, self, error).run(module, args, kwargs)
             raise NotMixedError(

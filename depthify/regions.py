@@ -29,7 +29,7 @@ from .config import DepthConfig
 from .errors import NotMixedError, UnsupportedModelError
 from .report import DepthReport, LayerReport, layer_report
 from .self_bias import Biased
-from .torch_internals import compile_keywords, in_backward, own_code
+from .torch_internals import compile_keywords, in_backward, is_transformed, own_code
 
 if TYPE_CHECKING:
     from .passes.mix_values import Mixed
@@ -263,9 +263,10 @@ class Regions(Biased):
         memory of its hidden state, as hooks may pass that on in another tensor object.
         """
         hidden = _first_tensor(args, kwargs)
-        # Without gradients there is no replay. A reentrant checkpoint, whose replay would be wrong because
-        # its forward has no gradients for the sources, is not remembered either, and so refused.
-        if torch.is_grad_enabled() and hidden is not None:
+        # Without gradients, and in transforms of torch.func, there is no replay. A reentrant checkpoint, whose
+        # replay would be wrong because its forward has no gradients for the sources, is not remembered
+        # either, and so refused.
+        if torch.is_grad_enabled() and hidden is not None and not is_transformed(hidden):
             alive = StorageWeakRef(hidden.untyped_storage())
             self._replays[_memory_key(block, hidden)] = alive, (sources, exports)
 

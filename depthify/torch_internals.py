@@ -35,6 +35,28 @@ def fake_mode_of(values: Any) -> FakeTensorMode | None:
     return next((x.fake_mode for x in tree_leaves(values) if isinstance(x, FakeTensor)), None)
 
 
+def is_transformed(value: Any) -> bool:
+    """Whether a tensor stands for another in a transform of ``torch.func``, and has no memory of its own."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def in_transform() -> bool:
+    """Whether this runs inside ``torch.vmap`` or another transform of ``torch.func``."""
+    return bool(torch._C._functorch.get_interpreter_stack())
+
+
+def has_escaped(value: Any) -> bool:
+    """Whether a tensor belongs to a ``torch.vmap``, or another transform of ``torch.func``, that is over:
+    nothing can be computed with it any more."""
+    functorch = torch._C._functorch
+    alive = {interpreter.level() for interpreter in functorch.get_interpreter_stack() or ()}
+    while isinstance(value, Tensor) and functorch.is_functorch_wrapped_tensor(value):
+        if functorch.maybe_get_level(value) not in alive:
+            return True
+        value = functorch.get_unwrapped(value)
+    return False
+
+
 @contextlib.contextmanager
 def propagating(mode: FakeTensorMode | None) -> Iterator[None]:
     """Run operations on fake tensors as Dynamo would.

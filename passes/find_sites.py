@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.fx import Graph, Node
 
+from ..torch_internals import has_escaped
 from .axes import AxisRole, flat
 from .dataflow import Dataflow, Dependencies
 from .find_attention import find_attention
@@ -90,6 +91,13 @@ def judge(
     def refuse(reason: str, node: Node, verdict: Verdict = Verdict.UNSUPPORTED, remedy: str = "") -> Refusal:
         return Refusal(attention.output, node, reason, verdict, remedy)
 
+    if has_escaped(value_of(attention.output)):
+        return refuse(
+            "it is computed inside torch.vmap (or another transform of torch.func) that the model calls, and "
+            "other layers cannot read its key and value",
+            attention.output,
+            remedy="Write the attention for the whole batch",
+        )
     for name, found in (("value", value), ("key", key), ("query", query)):
         if found.problem:
             return refuse(f"its {name} cannot be followed: {found.problem}", found.operand.node)

@@ -215,12 +215,30 @@ NO_SITE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "over learned tokens": (OverLearnedTokens, "its value does not depend on the tokens"),
     "learned queries": (LearnedQueries, "another stream|its query does not depend on the tokens"),
 }
+
+
+class HeadByHead(LookAlike):
+    """Right attention, but each entry of the batch in a function of its own."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        return torch.vmap(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))(q, k, v)
+
+
+class WrittenOutHeadByHead(LookAlike):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        mask = later(q.shape[2])
+        one = lambda q, k, v: (q @ k.mT / 2).masked_fill(mask, float("-inf")).softmax(-1) @ v  # noqa: E731
+        return torch.vmap(one)(q, k, v)
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "softmax over queries": (SoftmaxOverQueries, "a softmax over products of activations weighs other"),
     "exponential over queries": (ExpOverQueries, "an exponential of products of activations weighs other"),
     "softmax with one more in its sum": (OneMore, "an exponential of products of activations weighs other"),
     "sums of products": (SumsOfProducts, "a softmax over products of activations weighs other"),
     "key is value": (KeyIsValue, "its key and its value are one tensor"),
+    "inside vmap": (HeadByHead, "it is computed inside torch.vmap"),
+    "written out inside vmap": (WrittenOutHeadByHead, "it is computed inside torch.vmap"),
     "over depth": (OverDepth, "several streams of tokens in one"),
 }
 

@@ -260,6 +260,24 @@ def test_functional_call_keeps_mixing_with_its_own_weights() -> None:
         torch.testing.assert_close(logits, definition(other, IDS, 2), rtol=1e-10, atol=1e-10)
 
 
+def test_transforms_of_the_whole_model_keep_mixing() -> None:
+    """Gradients of every sample, by torch.func."""
+    model, _, _ = _mixed()
+    weights = dict(model.named_parameters())
+
+    def loss(weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, (ids[None],))[0].pow(2).mean()
+
+    gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
+    with pytest.raises(NotMixedError, match="Compile the transform as a whole"):
+        gradients(weights, IDS)
+    found = torch.compile(gradients, backend="eager", fullgraph=True)(weights, IDS)
+    for i, ids in enumerate(IDS):
+        expected = torch.autograd.grad(definition(model, ids[None], 2).pow(2).mean(), [*weights.values()])
+        for name, gradient in zip(weights, expected, strict=True):
+            torch.testing.assert_close(found[name][i], gradient, rtol=1e-9, atol=1e-11)
+
+
 def test_forward_hidden_by_an_instance_attribute_is_refused() -> None:
     model = decoder()
     model.forward = model.forward  # as accelerate's hooks do

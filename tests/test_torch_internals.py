@@ -62,6 +62,21 @@ def _depth_of_graphs(context: Any) -> None:
     GRAPHS.append(len(graphs))
 
 
+def test_what_vmap_leaves_behind_is_told_from_what_it_works_on() -> None:
+    seen: list[torch.Tensor] = []
+
+    def one(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x)
+        assert not torch_internals.has_escaped(x)
+        torch.vmap(lambda y: seen.append(y) or y)(x)
+        assert torch_internals.has_escaped(seen[1])
+        return x
+
+    torch.vmap(one)(torch.zeros(2, 3))
+    assert [torch_internals.has_escaped(x) for x in seen] == [True, True]
+    assert not torch_internals.has_escaped(torch.zeros(2))
+
+
 def test_graphs_under_construction_are_seen_from_inside_a_checkpoint() -> None:
     def inner(x: torch.Tensor) -> torch.Tensor:
         comptime(_depth_of_graphs)
