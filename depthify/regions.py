@@ -263,8 +263,8 @@ class Regions(Biased):
         memory of its hidden state, as hooks may pass that on in another tensor object.
         """
         hidden = _first_tensor(args, kwargs)
-        # Without gradients, and in transforms of torch.func, there is no replay. A reentrant checkpoint, whose
-        # replay would be wrong because its forward has no gradients for the sources, is not remembered
+        # Without gradients, and in transforms of torch.func, there is no replay. A reentrant checkpoint,
+        # whose replay would be wrong because its forward has no gradients for the sources, is not remembered
         # either, and so refused.
         if torch.is_grad_enabled() and hidden is not None and not is_transformed(hidden):
             alive = StorageWeakRef(hidden.untyped_storage())
