@@ -3,8 +3,10 @@ tracing."""
 
 from __future__ import annotations
 
+import inspect
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -119,3 +121,39 @@ def prepare(model: nn.Module) -> None:
             has = any(getattr(part, "_output_capturing_hooks_installed", False) for part in module.modules())
             if isinstance(module, sys.modules["transformers"].PreTrainedModel) and not has:
                 install(module)
+
+
+@dataclass(frozen=True)
+class RecordingHook:
+    """A hook by which transformers records what a module returns. It does nothing unless a call asks for it,
+    but a capture that begins behind the model's forward cannot go through it."""
+
+    module: nn.Module
+    number: int
+    function: Callable[..., Any]
+    output: str
+    """What it records: "attentions", say."""
+
+    def take_off(self) -> None:
+        del self.module._forward_hooks[self.number]
+
+    def put_back(self) -> None:
+        self.module._forward_hooks[self.number] = self.function
+
+
+def recording_hooks(block: nn.Module) -> list[RecordingHook]:
+    """Those on the modules inside ``block``."""
+    found = []
+    for module in block.modules():
+        for number, hook in module._forward_hooks.items() if module is not block else ():
+            if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
+                output = inspect.getclosurevars(hook).nonlocals.get("key", "")
+                found.append(RecordingHook(module, number, hook, str(output)))
+    return found
+
+
+def recorded_now() -> set[str]:
+    """The outputs that the transformers model that is running has been asked to record."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    return set((collector.get() if collector is not None else None) or ())

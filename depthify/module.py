@@ -155,7 +155,7 @@ class State(Biased):
                     f"{error}"
                 ) from error
             if self.may_switch and self.blocks:  # nothing has run yet
-                return _switch_to_blocks(module, self, error).run(module, args, kwargs)
+                return _run_in_blocks(module, self, args, kwargs, error)
             raise NotMixedError(
                 f"{self.name} cannot be captured in one graph, so nothing would be mixed. Dynamo says: "
                 f"{error}"
@@ -312,6 +312,28 @@ def _attach_blocks(owner: nn.Module, state: Regions, paths: Sequence[str]) -> No
         swap(owner.get_submodule(path), BlockState(state, path))
 
 
+def _run_in_blocks(owner: Any, state: State, args: tuple, kwargs: dict[str, Any], error: Exception) -> Any:
+    """Run an owner whose whole cannot be captured block by block, and leave it so if that works."""
+    regions = _switch_to_blocks(owner, state, error)
+    try:
+        return regions.run(owner, args, kwargs)
+    except NotMixedError as of_block:
+        _switch_back(owner, state, regions)
+        raise NotMixedError(
+            f"{state.name} cannot be captured in one graph, nor block by block, so nothing would be mixed. "
+            f"Dynamo says: {error}\nAnd of the blocks: {of_block}"
+        ) from of_block
+
+
+def _switch_back(owner: Any, state: State, regions: Regions) -> None:
+    regions.put_hooks_back()
+    blocks = [owner.get_submodule(path) for path in state.blocks]
+    for block in blocks:
+        unswap(block)
+    owner.__dict__["_depthify"] = state
+    _guard_blocks(blocks, state.name)
+
+
 def _switch_to_blocks(owner: nn.Module, state: State, error: Exception) -> Regions:
     """Something between the blocks cannot be captured: hooks added after depthify, a graph break."""
     reason = f"the whole model cannot be captured ({str(error).splitlines()[0]})"
@@ -393,6 +415,8 @@ def detach(model: nn.Module) -> nn.Module:
     if not found:
         raise OptionError("the model is not mixed, so there is nothing to restore")
     for module in found:
+        if isinstance(module._depthify, Regions):
+            module._depthify.put_hooks_back()
         unswap(module)
     _unguard_blocks(model)
     huggingface.clear_config(model)

@@ -17,7 +17,7 @@ flight are right by construction.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from . import huggingface
 from .config import DepthConfig
 from .errors import NotMixedError, UnsupportedModelError
 from .report import DepthReport, LayerReport, layer_report
@@ -32,6 +33,7 @@ from .self_bias import Biased
 from .torch_internals import compile_keywords, in_backward, is_transformed, own_code
 
 if TYPE_CHECKING:
+    from .huggingface import RecordingHook
     from .passes.mix_values import Mixed
     from .passes.subgraphs import Bodies
 
@@ -61,6 +63,7 @@ class Regions(Biased):
         blocks: int,
         reason: str = "",
         self_bias: float | None = None,
+        unrecorded: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.config = config
@@ -73,6 +76,12 @@ class Regions(Biased):
 
         self.on_mixed: Callable[[Sequence[dict[int, Mixed]]], None] | None = None
         """Is shown every rewrite of a block."""
+
+        self.hooks: list[RecordingHook] = []
+        """Taken off the blocks, as they cannot be captured through them."""
+
+        self.unrecorded = tuple(unrecorded)
+        """The outputs these hooks recorded."""
 
         self.set_bias(self_bias)
         self.scored = ""
@@ -87,7 +96,7 @@ class Regions(Biased):
 
     def __reduce__(self) -> tuple[Any, ...]:
         given = (self.name, self.config, self.compile_options, self.blocks, self.reason, self.bias_value)
-        return Regions, given
+        return Regions, (*given, self.unrecorded)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Regions:
         return Regions(*self.__reduce__()[1])
@@ -143,6 +152,7 @@ class Regions(Biased):
         if in_backward():
             return self._replay(block, args, kwargs)
         carry = self._open(path)
+        self._check_recorded(self.unrecorded)
         if path in self._passive:
             return block._original_forward(*args, **kwargs)
         sources, exports = self._sources(carry)
@@ -205,10 +215,37 @@ class Regions(Biased):
             self._compiled = None
             return self.compiled()(*given)
         except Unsupported as error:
+            if self._take_hooks_off(block):
+                return self._call(block, sources, exports, args, kwargs)
             raise NotMixedError(
                 f"a decoder block of {self.name} cannot be captured in one graph, so nothing would be "
                 f"mixed. Dynamo says: {error}"
             ) from error
+
+    def _take_hooks_off(self, block: Any) -> bool:
+        """Whether there were hooks in ``block`` that record outputs for transformers."""
+        found = huggingface.recording_hooks(block)
+        outputs = dict.fromkeys(hook.output for hook in found)
+        self._check_recorded(outputs)
+        for hook in found:
+            hook.take_off()
+        self.hooks += found
+        self.unrecorded = tuple(dict.fromkeys((*self.unrecorded, *outputs)))
+        return bool(found)
+
+    def put_hooks_back(self) -> None:
+        for hook in self.hooks:
+            hook.put_back()
+        self.hooks, self.unrecorded = [], ()
+
+    def _check_recorded(self, outputs: Iterable[str]) -> None:
+        asked = huggingface.recorded_now().intersection(outputs) if outputs else ()
+        for output in asked:
+            raise NotMixedError(
+                f"output_{output} was asked for, and {self.name} is captured block by block"
+                + (f" ({self.reason})" if self.reason else "")
+                + ", where nothing inside a block can be recorded. Ask for it with regions='model'"
+            )
 
     def compiled(self) -> Any:
         if self._compiled is None:

@@ -353,3 +353,59 @@ def test_hooks_added_later_switch_to_block_regions() -> None:
     with torch.no_grad():
         torch.testing.assert_close(model(IDS)[0], definition(decoder(), IDS, 2), rtol=1e-10, atol=1e-10)
     assert "captured block by block" in explain(model).notes[0]
+
+
+def _hidden_from_dynamo(module: nn.Module, args: Any, output: Any) -> None:
+    """A hook that no capture goes through."""
+
+
+def test_transformers_models_switch_and_record_what_lies_between_blocks() -> None:
+    """Transformers has hooks of its own inside the blocks, which do nothing unless they are asked to."""
+    ids, bound = tokens(), 1e-6  # its own softmax is in float32
+    model = tiny("qwen3", torch.float64, attention="eager")
+    expected = logits_by_definition(model, ids, stride=2)
+    depthify(model, 2)
+    for layer in model.model.layers:
+        layer.register_forward_hook(torch.compiler.disable(_hidden_from_dynamo))
+    with torch.no_grad():
+        assert relative(model(ids).logits, expected) < bound
+        found = model(ids, output_hidden_states=True)
+        assert "captured block by block" in explain(model).notes[0]
+        assert relative(found.logits, expected) < bound and len(found.hidden_states) == 5
+        with pytest.raises(NotMixedError, match="output_attentions was asked for.*regions='model'"):
+            model(ids, output_attentions=True)
+        with pytest.raises(NotMixedError, match="output_attentions was asked for"):
+            copy.deepcopy(model)(ids, output_attentions=True)
+        restore(model)
+        assert len(model(ids, output_attentions=True).attentions) == 4
+
+
+def test_what_cannot_be_captured_either_way_leaves_the_model_as_it_was() -> None:
+    ids = tokens()
+    model = tiny("qwen3", torch.float64)
+    expected = logits_by_definition(model, ids, stride=2)
+    depthify(model, 2)
+    hooks = [
+        layer.mlp.register_forward_hook(torch.compiler.disable(_hidden_from_dynamo))
+        for layer in model.model.layers
+    ]
+    with pytest.raises(NotMixedError, match="nor block by block"):
+        model(ids)
+    for hook in hooks:
+        hook.remove()
+    with torch.no_grad():
+        assert relative(model(ids).logits, expected) < 1e-10
+        assert not explain(model).notes
+        assert len(model(ids, output_hidden_states=True).hidden_states) == 5
+    with pytest.raises(NotMixedError, match="on its own"):
+        model.model.layers[0](torch.zeros(1, 2, 64, dtype=torch.float64))
+
+
+def test_flex_attention_of_transformers() -> None:
+    """Dynamo does not capture how it makes its mask."""
+    ids = tokens()
+    expected = logits_by_definition(tiny("qwen3", torch.float64), ids, stride=2)
+    model = depthify(tiny("qwen3", attention="flex_attention"), 2)
+    with torch.no_grad():
+        assert relative(model(ids).logits, expected) < 1e-5
+    assert {x.written_as for x in explain(model).layers} == {"flex_attention"}
