@@ -143,10 +143,10 @@ class Results:
         return list(dict.fromkeys(run.name for run in self.runs))
 
 
-def schedules(steps: int, start: float) -> dict[str, Callable[[int], float]]:
-    """Mixing is complete for the last quarter of the steps."""
+def schedules(steps: int, start: float, fall: float) -> dict[str, Callable[[int], float]]:
+    """``fall``: the part of the steps behind which mixing is complete."""
     return {
-        "falling self_bias": WarmStart(steps=max(1, steps * 3 // 4), start=start),
+        "falling self_bias": WarmStart(steps=max(1, int(steps * fall)), start=start),
         "at once": lambda step: 0.0,
         "no mixing": lambda step: math.inf,
     }
@@ -262,6 +262,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", help="a folder or hub id (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--stride", type=int, help="default: half the layers")
     parser.add_argument("--start", type=float, default=8.0, help="self_bias of the first step")
+    parser.add_argument("--fall", type=float, default=0.75, help="part of the steps over which it falls to 0")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=128, help="tokens of a window")
@@ -294,7 +295,7 @@ def main(arguments: list[str] | None = None) -> None:
             results.save(file)
         began = {key: value.clone() for key, value in model.state_dict().items()}
         for seed in range(args.seeds):
-            for kind, schedule in schedules(args.steps, args.start).items():
+            for kind, schedule in schedules(args.steps, args.start, args.fall).items():
                 if any(run.name == kind and run.seed == seed for run in results.runs):
                     continue
                 bar = bars.add_task(f"{kind}, seed {seed}", total=args.steps)

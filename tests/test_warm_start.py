@@ -65,7 +65,7 @@ def test_tuning_without_mixing_is_plain_tuning() -> None:
 
 
 def test_schedules() -> None:
-    found = script.schedules(8, 6.0)
+    found = script.schedules(8, 6.0, 0.75)
     falling = [found["falling self_bias"](s) for s in range(9)]
     assert falling == pytest.approx([6, 5, 4, 3, 2, 1, 0, 0, 0], abs=1e-12)
     assert {found["at once"](s) for s in range(9)} == {0.0}
@@ -83,7 +83,7 @@ def test_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     given = ["--out", str(tmp_path), *OPTIONS.split()]
     script.main(given)
     rows = list(csv.DictReader((tmp_path / "tuning.csv").open()))
-    assert len(rows) == 3 * 4 and {r["run"] for r in rows} == set(script.schedules(4, 1.0))
+    assert len(rows) == 3 * 4 and {r["run"] for r in rows} == set(script.schedules(4, 1.0, 0.75))
     assert (tmp_path / "warm_start.png").read_bytes().startswith(b"\x89PNG")
     before = (tmp_path / "results.json").read_bytes()
     monkeypatch.setattr(script, "tune", None)  # nothing is left to tune, or to measure
