@@ -1,11 +1,12 @@
 """Check every model of the zoo and write the support table.
 
     python tests/zoo_table.py check RESULTS.jsonl [--parts full,cached] [--jobs 1] [NAME ...]
-    python tests/zoo_table.py collect RESULTS.jsonl ... > tests/zoo_results.json
+    python tests/zoo_table.py collect tests/zoo_results.json RESULTS.jsonl ... > NEW.json
     python tests/zoo_table.py write README.md
 
-``check`` appends one line of JSON per model and goes on where it stopped; ``collect`` joins such files into
-the results that are kept here; ``write`` puts the table made of those between the two marks in the page.
+``check`` appends one line of JSON per model and goes on where it stopped; ``collect`` joins such files, and
+what was kept before, into the results that are kept here; ``write`` puts the table made of those between the
+two marks in the page.
 """
 
 from __future__ import annotations
@@ -92,11 +93,21 @@ def statuses(result: dict[str, Any]) -> dict[str, str]:
 
 
 def collect(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """Results by model; later files add parts, or replace them."""
+    """Results by model; later files add parts, or replace them.
+
+    How many layers there are at another depth, and what positions change, is kept of models that are mixed.
+    """
     joined: dict[str, dict[str, Any]] = {}
     for path in paths:
+        if path.suffix == ".json":
+            joined.update(json.loads(path.read_text()))
+            continue
         for result in _lines(path):
             joined.setdefault(result["name"], {}).update(_kept(result))
+    for result in joined.values():
+        if result.get("full", {}).get("status") != "ok":
+            for part in ("depth", "shift"):
+                result.pop(part, None)
     return dict(sorted(joined.items()))
 
 
@@ -128,7 +139,10 @@ def counts(results: dict[str, dict[str, Any]]) -> dict[str, int]:
     outside = (None, "not captured", "not built")
     captured = [r for r in results.values() if r.get("full", {}).get("status") not in outside]
     without = [r for r in captured if r["full"].get("reason", "").startswith(_NOTHING)]
-    cached = Counter(r.get("cached", {}).get("status") for r in captured if r["full"]["status"] == "ok")
+    mixed = [r for r in captured if r["full"]["status"] == "ok"]
+    of = lambda part: Counter(r.get(part, {}).get("status") for r in mixed)  # noqa: E731
+    cached, eager = of("cached"), of("eager")
+    eager["ok"] += sum(r.get("attention") == "eager" for r in mixed)
     return {
         "models": len(results),
         "captured": len(captured),
@@ -139,6 +153,10 @@ def counts(results: dict[str, dict[str, Any]]) -> dict[str, int]:
         "cached right": cached["ok"],
         "cached refused": cached["refused"],
         "cached wrong": cached["WRONG"] + cached["error"],
+        "written out right": eager["ok"],
+        "written out wrong": eager["WRONG"] + eager["error"],
+        "depth": of("depth")["ok"],
+        "shift": of("shift")["ok"],
         "no cached decoding": cached["not in vanilla"] + cached["not captured"] + cached[None],
     }
 
@@ -198,7 +216,10 @@ def summary(results: dict[str, dict[str, Any]]) -> str:
         f"a cache, {n['cached right']} equal the definition; {n['cached refused']} are refused with a reason "
         "(latent caches, which hold no values of single heads); "
         f"{n['cached wrong']} are wrong; {n['no cached decoding']} do not decode through a cache without "
-        "mixing either."
+        f"mixing either. With attention written out instead of fused, {n['written out right']} equal the "
+        f"definition and {n['written out wrong']} are wrong. Looked at as well: the number of layers at a "
+        f"second depth ({n['depth']} models), and that adding a constant to all positions changes what it "
+        f"changes without mixing ({n['shift']}); all as they should be."
     )
 
 
