@@ -193,7 +193,10 @@ def load_config(name: str) -> Any:
     known: dict[str, Any] | None = None
     if os.path.isfile(path):
         with open(path, encoding="utf-8") as file:
-            known = json.load(file)
+            try:
+                known = json.load(file)
+            except ValueError as error:
+                raise OptionError(f"model={name!r}: its config.json cannot be read: {error}") from error
     elif os.path.isdir(name):
         raise OptionError(f"model={name!r}: the directory holds no config.json")
     try:
@@ -207,9 +210,11 @@ def load_config(name: str) -> Any:
         ) from None
     try:
         return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        if known is not None:
+    except Exception as error:  # a config class checks its values, with errors of many kinds
+        if known is not None and isinstance(error, (OSError, ValueError, KeyError)):
             return known  # a model type that this transformers does not know
+        if known is not None:
+            raise OptionError(f"model={name!r}: its config.json is not valid: {error}") from error
         raise OptionError(
             f"model={name!r}: no preset ({', '.join(PRESETS)}), no directory with a config.json and no "
             f"model id that can be read: {error}"

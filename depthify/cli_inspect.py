@@ -109,10 +109,10 @@ def _build(source: str) -> tuple[Any, dict[str, Any]]:
     transformers.logging.set_verbosity_error()
     try:
         config = transformers.AutoConfig.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a config class checks its values, with errors of many kinds
         raise OptionError(
             f"model={source!r}: no config.json, no directory with one, and no model id that can be read "
-            f"here: {str(error).splitlines()[0]}"
+            f"here: {' '.join(str(error).split())[:400]}"
         ) from error
     for name in _CLASSES:
         known = getattr(transformers, name, None)

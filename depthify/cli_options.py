@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+
+from .errors import OptionError
 
 
 def add_mixing_options(parser: argparse.ArgumentParser) -> None:
@@ -17,3 +20,9 @@ def add_mixing_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="directly preceding layers that are sources as well (default: %(default)s)",
     )
+
+
+def check_plot(path: str | None) -> None:
+    """Raise before anything is computed if there is no folder to put a picture in."""
+    if path and not Path(path).absolute().parent.is_dir():
+        raise OptionError(f"plot={path!r}: there is no folder {str(Path(path).absolute().parent)!r}")

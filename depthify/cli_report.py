@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from .cli_options import add_mixing_options
+from .cli_options import add_mixing_options, check_plot
 
 _FORMATS = ("table", "markdown", "json", "latex")
 
@@ -48,6 +48,7 @@ def run_report(args: argparse.Namespace) -> int:
     from .cost_model.report import cost_report
     from .errors import OptionError
 
+    check_plot(args.plot)
     dtype = getattr(torch, args.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise OptionError(f"dtype={args.dtype!r}: no dtype of torch; such as bfloat16, float16, float32")

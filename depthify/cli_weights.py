@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .cli_options import add_mixing_options
+from .cli_options import add_mixing_options, check_plot
 from .errors import OptionError
 
 
@@ -48,6 +48,7 @@ def run_weights(args: argparse.Namespace) -> int:
 
     if args.max_tokens < 2:
         raise OptionError(f"max-tokens={args.max_tokens}: at least 2 tokens must be read")
+    check_plot(args.plot)
     text = demo.TEXT if args.text is None else _read(args.text)
     name, ids, weights = _measure(args, text)
     if args.format == "json":

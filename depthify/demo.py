@@ -238,9 +238,9 @@ def _load(options: DemoOptions, view: View) -> tuple[Any, Any, str]:
             # A .gguf file brings a progress bar that cannot be turned off; the step shows one already.
             with contextlib.redirect_stderr(io.StringIO()) if gguf else contextlib.nullcontext():
                 model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **extra)
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise OptionError(f"model={name!r} cannot be loaded: {reason[0]}") from error
+    except Exception as error:  # a config class checks its values, with errors of many kinds
+        reason = " ".join(str(error).split())[:400] or type(error).__name__
+        raise OptionError(f"model={name!r} cannot be loaded: {reason}") from error
     return model.eval(), tokenizer, name
 
 

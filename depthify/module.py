@@ -19,7 +19,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from . import huggingface
-from .attach import find_owner, holds_others
+from .attach import block_lists, find_owner, holds_others
 from .config import DepthConfig
 from .errors import NotMixedError, OptionError, UnsupportedModelError
 from .regions import BlockState, Regions
@@ -136,10 +136,14 @@ class State(Biased):
         from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 
         self.move_bias(module)
-        if self.report is None:
+        first = self.report is None
+        if first:
             self._check_blocks(module)
         try:
-            return self.compiled()(module, self.key, self.name, args, kwargs, self.self_bias)
+            result = self.compiled()(module, self.key, self.name, args, kwargs, self.self_bias)
+            if first and not self.blocks:
+                self._guard_found(module)
+            return result
         except FailOnRecompileLimitHit:
             log.warning(
                 "%s was captured in more than %d variants; starting over", self.name, _RECOMPILE_LIMIT
@@ -160,6 +164,17 @@ class State(Biased):
                 f"{self.name} cannot be captured in one graph, so nothing would be mixed. Dynamo says: "
                 f"{error}"
             ) from error
+
+    def _guard_found(self, owner: nn.Module) -> None:
+        """Guard the blocks that turned out to hold the layers, where several lists left it open."""
+        layers = [f"{layer.module}." for layer in self.report.layers] if self.report is not None else []
+        blocks = [
+            block
+            for path, container in block_lists(owner)
+            for name, block in container.named_children()
+            if any(layer.startswith(f"{path}.{name}.") for layer in layers)
+        ]
+        _guard_blocks(blocks, self.name)
 
     def _check_blocks(self, module: nn.Module) -> None:
         """A copy that lost blocks, as a stage of a pipeline does, would mix over those it has, and

@@ -8,6 +8,7 @@ first product. The products may be ``matmul``, ``@``, ``bmm``, ``baddbmm`` or ``
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.fx import Node
 
 from .axes import Axes, Axis, AxisRole, Layout, step_back
 from .dataflow import Dataflow, Dependencies
-from .nodes import Size, dimension, is_tensor, same_size, shape_of, value_of
+from .nodes import Size, describe, dimension, is_tensor, same_size, shape_of, value_of
 from .ops import Op, Role, arguments, has_role, numbers, op_of
 from .products import Product, read_product
 from .sites import Attention, Operand, Refusal, Scale, Verdict
@@ -29,6 +30,8 @@ class _Walk:
     layout: Layout
     scale: Scale = field(default_factory=Scale)
     masks: tuple[Node, ...] = ()
+    uneven: Node | None = None
+    """What scales scores, and not all of them alike."""
 
 
 def find_eager_attention(node: Node, flow: Dataflow, needs: Dependencies) -> Attention | Refusal | None:
@@ -181,11 +184,32 @@ def _through_elementwise(
             here = _scaled(here, -1, divide=False)
         if op.role in (Role.MULTIPLY, Role.DIVIDE) and rest and _is_scalar(rest[0]):
             here = _scaled(here, rest[0], divide=op.role is Role.DIVIDE)
+        elif op.role in (Role.MULTIPLY, Role.DIVIDE) and _is_uneven(rest, walk.layout, axes, needs):
+            here = replace(here, uneven=rest[0])
         else:
             masks = tuple(x for x in rest if isinstance(x, Node) and is_tensor(x))
             here = replace(here, masks=here.masks + masks)
         found += _try_scores(here, axes, flow, needs)
     return found
+
+
+def _is_uneven(factors: list[Any], layout: Layout, axes: Axes, needs: Dependencies) -> bool:
+    """Whether scores are multiplied with more than a mask: with weights, with activations, or with a tensor
+    that is the same for all keys, as a temperature of every head or token is."""
+    for factor in factors:
+        if not isinstance(factor, Node) or not is_tensor(factor):
+            continue
+        sizes = dict(zip(range(1, len(layout) + 1), reversed(shape_of(factor)), strict=False))
+        keys = [i for i, dim in enumerate(reversed(layout), 1) if _counts_keys(dim, axes)]
+        if needs.content[factor] or all(same_size(sizes.get(i, 1), 1) for i in keys):
+            return True
+    return False
+
+
+def _counts_keys(dim: Sequence[Axis], axes: Axes) -> bool:
+    leaves = axes.leaves(dim)
+    wide = not all(same_size(axis.size, 1) for axis in leaves)
+    return wide and any(axis.role is AxisRole.TOKEN for axis in leaves)
 
 
 def _try_scores(walk: _Walk, axes: Axes, flow: Dataflow, needs: Dependencies) -> list[tuple[Product, _Walk]]:
@@ -268,6 +292,11 @@ def _attention(
     inner = [x for x in q_labels if x in k_labels and x not in scores]
     if token_label is None or len(inner) != 1:
         return refuse("which dimension of its query counts tokens, and which features, is not clear")
+    if walk.uneven is not None:
+        return refuse(
+            f"its scores are scaled by {describe(walk.uneven)}, which is not one number for all of them, so "
+            "its softmax has no one scale. Scale the query with it instead"
+        )
     if value_layout is None:
         return refuse("its value has dimensions that neither its probabilities nor its output have")
     for axis in scores[token_label]:

@@ -13,17 +13,18 @@ from torch.fx import Node
 
 from .dataflow import Dataflow, Dependencies
 from .nodes import is_number, is_tensor, same_size, shape_of, value_of
-from .ops import Role, has_role, op_name, op_of, opaque_name
+from .ops import Role, arguments, has_role, op_name, op_of, opaque_name
 from .sites import Refusal, Verdict
 
-_ENDS = (Role.PROJECT, Role.ATTENTION, Role.CONTRACT)
+_PRODUCTS = (Role.CONTRACT, Role.PAIR)
+_ENDS = (Role.PROJECT, Role.ATTENTION, *_PRODUCTS)
 
 
 def find_missed(flow: Dataflow, needs: Dependencies, outputs: set[Node]) -> list[Refusal]:
     """A refusal for every attention but those that end in ``outputs``."""
     missed = []
     for node in flow.nodes:
-        if not has_role(node, Role.SOFTMAX, Role.EXP) or not needs.activation(node):
+        if not _exponential(node) or not needs.activation(node):
             continue
         product = _first_product(flow.reads(node), flow.reads, flow, needs)
         if product is None:
@@ -31,7 +32,8 @@ def find_missed(flow: Dataflow, needs: Dependencies, outputs: set[Node]) -> list
         ends = [_first_product([user], lambda n: n.users, flow, needs) for user in node.users]
         ends = [end for end in ends if end is not None]
         if ends and not any(end in outputs for end in ends):
-            what = "a softmax over" if has_role(node, Role.SOFTMAX) else "an exponential of"
+            softmax = has_role(node, Role.SOFTMAX) or op_name(node) == "softmin"
+            what = "a softmax over" if softmax else "an exponential of"
             missed.append(
                 Refusal(
                     ends[0],
@@ -42,6 +44,14 @@ def find_missed(flow: Dataflow, needs: Dependencies, outputs: set[Node]) -> list
                 )
             )
     return missed + [refusal for node in flow.nodes if (refusal := _opaque(node, needs)) is not None]
+
+
+def _exponential(node: Node) -> bool:
+    """Whether ``node`` may be the softmax of an attention, or the exponential in it."""
+    if op_name(node) in ("pow", "float_power"):  # of a number, to the power of a tensor
+        base, *exponent = node.args
+        return is_number(base) and any(isinstance(x, Node) and is_tensor(x) for x in exponent)
+    return has_role(node, Role.SOFTMAX, Role.EXP, Role.EXP_LIKE)
 
 
 def _opaque(node: Node, needs: Dependencies) -> Refusal | None:
@@ -82,7 +92,7 @@ def _like_query_key_value(operands: list[Node]) -> bool:
 def _first_product(
     start: Iterable[Node], onward: Callable[[Node], Iterable[Node]], flow: Dataflow, needs: Dependencies
 ) -> Node | None:
-    """The next product of two activations, with no weights applied on the way."""
+    """The next product of two activations, with no weights applied on the way, other than to scores."""
     seen: set[Node] = set()
     todo = list(start)
     while todo:
@@ -91,14 +101,32 @@ def _first_product(
             continue
         seen.add(node)
         if has_role(node, *_ENDS):
-            operands = [read for read in flow.reads(node) if needs.activation(read)]
-            if has_role(node, Role.CONTRACT) and len(set(operands)) > 1:
+            if _multiplies(node, flow, needs):
                 return node
-            continue
+            if not _of_all_pairs(node):
+                continue
         if has_role(node, Role.REDUCE) and any(_all_pairs(read, needs) for read in node.all_input_nodes):
             return node
         todo += onward(node)
     return None
+
+
+def _multiplies(node: Node, flow: Dataflow, needs: Dependencies) -> bool:
+    """Whether ``node`` is a product of two activations."""
+    reads = flow.reads(node)
+    if has_role(node, Role.PROJECT):  # linear(query, key)
+        bound = arguments(node)
+        reads = [x for x in (bound.get("input"), bound.get("weight")) if isinstance(x, Node)]
+    elif not has_role(node, *_PRODUCTS):
+        return False
+    return len({read for read in reads if needs.activation(read)}) > 1
+
+
+def _of_all_pairs(node: Node) -> bool:
+    """Whether ``node`` has the shape of scores, (..., heads, T, T) in any order: weights that are applied to
+    such mix heads."""
+    sizes = shape_of(node)[-3:] if is_tensor(node) and len(shape_of(node)) >= 4 else ()
+    return any(same_size(a, b) and not same_size(a, 1) for i, a in enumerate(sizes) for b in sizes[i + 1 :])
 
 
 def _all_pairs(node: Node, needs: Dependencies) -> bool:

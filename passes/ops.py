@@ -25,6 +25,7 @@ class Role(Enum):
 
     ATTENTION = auto()  # query, key, value -> output, softmax inside
     CONTRACT = auto()  # product of two tensors, summed over a dimension
+    PAIR = auto()  # other products of two tensors, which no finder follows
     SOFTMAX = auto()
     PERMUTE = auto()  # reorders dimensions
     RESHAPE = auto()  # splits, merges, inserts or removes dimensions; same elements in the same order
@@ -50,6 +51,7 @@ class Role(Enum):
     SQUASH = auto()  # elementwise, keeps order: tanh, clamp
     REDUCE = auto()  # sum, mean, max over dimensions
     EXP = auto()
+    EXP_LIKE = auto()  # other ways to write a softmax or an exponential, which no finder follows
     COMPLEX = auto()  # pairs of reals <-> complex numbers
     PROJECT = auto()  # applies weights: linear, embedding, convolution
     CREATE = auto()  # makes a tensor from sizes and numbers only
@@ -97,6 +99,7 @@ _rows(
     "baddbmm input batch1 batch2",
     "einsum equation *operands",
 )
+_rows(Role.PAIR, "inner|tensordot|dot|vdot|vecdot|linalg_vecdot|cdist|_cdist_forward input other")
 _rows(Role.SOFTMAX, "softmax|_softmax|_safe_softmax input dim")
 _rows(
     Role.PERMUTE,
@@ -162,6 +165,7 @@ _rows(
 _rows(Role.SQUASH, "tanh|tanh_|clamp|clamp_|clamp_min|clamp_max|clip|nan_to_num|nan_to_num_|softplus input")
 _rows(Role.REDUCE, "sum|mean|amax|amin|max|min|logsumexp|var|std input dim")
 _rows(Role.EXP, "exp|exp_ input")
+_rows(Role.EXP_LIKE, "softmin input dim", "exp2|exp2_|expm1|expm1_ input", "pow|float_power input exponent")
 _rows(Role.COMPLEX, "view_as_complex|view_as_real input", aliases=True)
 _rows(Role.COMPLEX, "polar|complex abs angle")
 _rows(

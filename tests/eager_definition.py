@@ -38,6 +38,9 @@ class Scores:
     """(..., tokens, features), as the query."""
 
     scale: float = 1.0
+    uneven: bool = False
+    """Scaled by a tensor."""
+
     probabilities: bool = False
 
 
@@ -142,12 +145,16 @@ class DepthAttention(TorchFunctionMode):
             return
         data, scores = known
         if name in ("softmax", "_safe_softmax"):
+            if scores.uneven:
+                raise NotImplementedError("scores that are scaled by a tensor: not defined")
             scores = replace(scores, probabilities=True)
         if name in _TIMES + _OVER and not scores.probabilities:
             other = next((x for x in args if x is not data), kwargs.get("other"))
             if not isinstance(other, Tensor) or other.numel() == 1:
                 factor = float(other)
                 scores = replace(scores, scale=scores.scale * (factor if name in _TIMES else 1 / factor))
+            elif not ((other == 0) | (other == 1)).all():  # no mask
+                scores = replace(scores, uneven=True)
         self._keep(result, scores)
 
     def _keep(self, tensor: Tensor, scores: Scores) -> None:

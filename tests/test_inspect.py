@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,30 @@ def test_refusals_as_a_table_are_grouped_by_rule(tmp_path: Path, capsys: pytest.
 def test_what_cannot_be_read_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["inspect", str(tmp_path / "nothing")]) == 1
     assert "no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["report", "inspect", "weights"])
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ("{", "JSON|double quotes"),
+        (
+            '{"model_type": "llama", "num_attention_heads": 3, "hidden_size": 64, "num_hidden_layers": 2}',
+            "not a multiple of the number of attention heads",
+        ),
+    ],
+)
+def test_a_config_that_is_wrong_is_one_message(
+    command: str, config: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    assert main([command, str(tmp_path)]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("depthify: error: model=") and re.search(reason, message)
+    assert "Traceback" not in message
+
+
+@pytest.mark.parametrize("command", ["report", "weights"])
+def test_a_picture_needs_a_folder(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "paper-3b", "--plot", str(tmp_path / "none" / "x.png")]) == 1
+    assert "there is no folder" in capsys.readouterr().err

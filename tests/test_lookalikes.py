@@ -7,6 +7,7 @@ and the real layers still are; or the model is refused with exactly this reason.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -231,6 +232,104 @@ class WrittenOutHeadByHead(LookAlike):
         return torch.vmap(one)(q, k, v)
 
 
+class Scaled(LookAlike):
+    """Scores times ``factor(x)``, which is not one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.linspace(0.5, 1.5, HEADS)[:, None, None])
+
+    def factor(self, x: Tensor) -> Tensor:
+        return self.temperature
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        scores = (q @ k.mT) * self.factor(x)
+        return scores.masked_fill(later(q.shape[2]), float("-inf")).softmax(-1) @ v
+
+
+class ScaledByPosition(Scaled):
+    def factor(self, x: Tensor) -> Tensor:
+        return torch.arange(1, x.shape[1] + 1, dtype=x.dtype).log1p()[:, None]
+
+
+class ScaledByKey(Scaled):
+    def factor(self, x: Tensor) -> Tensor:
+        return x[:, None, :, :1].mT.sigmoid()
+
+
+class Written(LookAlike):
+    """Softmax attention in a spelling that no finder follows, by ``scores`` and ``weights``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(HEADS, HEADS))
+        self.pointwise = nn.Linear(1, 1)
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.mT
+
+    def weights(self, scores: Tensor) -> Tensor:
+        return scores.softmax(-1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        return self.weights(self.scores(q, k).masked_fill(later(q.shape[2]), float("-inf"))) @ v
+
+
+def written(
+    scores: Callable[[Written, Tensor, Tensor], Tensor] | None = None,
+    weights: Callable[[Written, Tensor], Tensor] | None = None,
+) -> type[Written]:
+    body = {name: f for name, f in (("scores", scores), ("weights", weights)) if f is not None}
+    return type("Spelling", (Written,), body)
+
+
+def normalized(exponential: Callable[[Tensor], Tensor]) -> type[Written]:
+    def weights(self: Written, scores: Tensor) -> Tensor:
+        e = exponential(scores)
+        return e / e.sum(-1, keepdim=True)
+
+    return written(weights=weights)
+
+
+SOFTMAX, EXPONENTIAL = (
+    f"{what} products of activations weighs other" for what in ("a softmax over", "an exponential of")
+)
+SPELLINGS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "exp2": (normalized(lambda x: torch.exp2(x * math.log2(math.e))), EXPONENTIAL),
+    "power of e": (normalized(lambda x: math.e**x), EXPONENTIAL),
+    "power of 2": (normalized(lambda x: torch.pow(2.0, x)), EXPONENTIAL),
+    "expm1": (normalized(lambda x: torch.expm1(x) + 1), EXPONENTIAL),
+    "softmin": (written(weights=lambda self, x: F.softmin(-x, -1)), SOFTMAX),
+    "talking heads": (
+        written(scores=lambda self, q, k: torch.einsum("bhij,hg->bgij", q @ k.mT, self.mix)),
+        SOFTMAX,
+    ),
+    "talking heads, behind the softmax": (
+        written(weights=lambda self, x: torch.einsum("bhij,hg->bgij", x.softmax(-1), self.mix)),
+        SOFTMAX,
+    ),
+    "scores through a linear layer": (
+        written(scores=lambda self, q, k: self.pointwise((q @ k.mT)[..., None])[..., 0]),
+        SOFTMAX,
+    ),
+    "vecdot": (
+        written(scores=lambda self, q, k: torch.linalg.vecdot(q[..., :, None, :], k[..., None, :, :])),
+        SOFTMAX,
+    ),
+    "tensordot": (
+        written(
+            scores=lambda self, q, k: torch.stack(
+                [
+                    torch.stack([torch.tensordot(a[h], b[h], dims=([1], [1])) for h in range(HEADS)])
+                    for a, b in zip(q.unbind(0), k.unbind(0), strict=True)
+                ]
+            )
+        ),
+        SOFTMAX,
+    ),
+    "distances": (written(scores=lambda self, q, k: -torch.cdist(q, k)), SOFTMAX),
+}
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "softmax over queries": (SoftmaxOverQueries, "a softmax over products of activations weighs other"),
     "exponential over queries": (ExpOverQueries, "an exponential of products of activations weighs other"),
@@ -239,6 +338,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "key is value": (KeyIsValue, "its key and its value are one tensor"),
     "inside vmap": (HeadByHead, "it is computed inside torch.vmap"),
     "written out inside vmap": (WrittenOutHeadByHead, "it is computed inside torch.vmap"),
+    "temperature of a head": (Scaled, "which is not one number for all of them"),
+    "temperature of a position": (ScaledByPosition, "which is not one number for all of them"),
+    "scaled by the key's token": (ScaledByKey, "which is not one number for all of them"),
+    **SPELLINGS,
     "over depth": (OverDepth, "several streams of tokens in one"),
 }
 

@@ -13,7 +13,7 @@ from eager_definition import by_definition, exact_backend
 from torch import Tensor, nn
 
 from depthify import depthify, explain, restore
-from depthify.errors import OptionError, UnsupportedModelError
+from depthify.errors import NotMixedError, OptionError, UnsupportedModelError
 
 SIZES: dict[str, Any] = dict(
     hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
@@ -250,3 +250,18 @@ def test_what_cannot_be_mixed_elsewhere_does_not_matter() -> None:
     refusals = explain(model).refusals
     assert len(refusals) == 4 and not any(x.unsupported for x in refusals)
     assert all("outside" in x.reason and "one tensor" in x.reason for x in refusals)
+
+
+def test_blocks_of_several_stacks_raise_on_their_own_once_they_are_known() -> None:
+    ids, model = styles.tokens(), styles.decoder(OneAfterTheOther)
+    depthify(model, 2, budget=float("inf"))
+    with torch.no_grad():
+        expected = model(ids)
+        hidden = model.embed(ids)
+        for block in (model.first[0], model.second[0]):
+            with pytest.raises(NotMixedError, match="on its own"):
+                block(hidden)
+        assert torch.equal(model(ids), expected)
+        assert relative(model(ids[:, :5]), expected[:, :5]) < 1e-12  # captured again, with the guards
+        restore(model)
+        model.first[0](hidden)
