@@ -74,4 +74,12 @@ def at(expression: sympy.Expr, values: Mapping[sympy.Symbol, int]) -> sympy.Expr
     """``expression`` with sizes filled in: ``subs`` at once instead of one symbol after the other, and sums
     computed."""
     filled = expression.xreplace({symbol: sympy.Integer(value) for symbol, value in values.items()})
-    return filled.doit() if filled.has(sympy.Sum) else filled
+    return filled.xreplace({total: _summed(total) for total in filled.atoms(sympy.Sum)})
+
+
+def _summed(total: sympy.Sum) -> sympy.Expr:
+    """A sum over a known range, term by term; ``doit`` looks for a closed form first, which takes longer."""
+    (index, first, last), *more = total.limits
+    if more or not (first.is_Integer and last.is_Integer):
+        return total.doit()
+    return sympy.Add(*(total.function.xreplace({index: sympy.Integer(i)}) for i in range(first, last + 1)))

@@ -6,7 +6,6 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -42,15 +41,26 @@ def test_paper_3b() -> None:
     assert (report.stride, report.layers, report.method) == (24, 48, "closed form")
 
 
+_HUGE = """
+import json, time
+from depthify import cost_report
+from depthify.cost_model.shapes import DecoderShape
+
+shape = DecoderShape(
+    name="huge", layers=400, width=32768, query_heads=256, kv_heads=16, key_size=128, value_size=128,
+    ff=131072, vocabulary=300000, rotated=128,
+)
+start = time.process_time()
+text = str(cost_report(shape, 7, recent_window=3, batch_size=64, seq_len=1 << 20))
+print(json.dumps([time.process_time() - start, text]))
+"""
+
+
 def test_a_config_takes_less_than_a_second() -> None:
-    shape = DecoderShape(
-        name="huge", layers=400, width=32768, query_heads=256, kv_heads=16, key_size=128, value_size=128,
-        ff=131072, vocabulary=300000, rotated=128,
-    )  # fmt: skip
-    start = time.process_time()
-    report = cost_report(shape, 7, recent_window=3, batch_size=64, seq_len=1 << 20)
-    text = str(report)
-    assert time.process_time() - start < 1
+    """In a process of its own: the objects of other tests make Python's garbage collection slow."""
+    found = subprocess.run([sys.executable, "-c", _HUGE], capture_output=True, text=True, check=True)
+    took, text = json.loads(found.stdout)
+    assert took < 1
     assert "huge: 400 layers, stride 7, recent window 3; batch 64, 1048576 new tokens" in text
 
 
