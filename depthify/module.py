@@ -281,8 +281,6 @@ def attach(
     """Attach to the module of ``model`` that runs all decoder blocks, and to the blocks; returns
     ``model``."""
     _check_attachable(model)
-    if blocks is None and where is None:
-        where = huggingface.recorded_where(model)
     path, owner, found = find_owner(model, blocks, where)
     name = type(owner).__qualname__ + (f" at {path!r}" if path else "")
     chosen = regions
